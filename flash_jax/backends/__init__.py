@@ -1,0 +1,1 @@
+"""Implementations of the kernel contract, one module or folder each; `base` is the seam."""

@@ -1,0 +1,536 @@
+"""Words to row bounds: the only file that knows what causal, window, prefix, chunk, length and segment mean.
+
+Everything a user can say about visibility becomes one `Visibility`, which is all that the reference, the tile
+schedule and every kernel read:
+
+* an interval: query row `q` sees the keys in `[kv_lo(q), kv_hi(q))`, both non-decreasing in `q`. It is a `RowRule` when
+  everything about it is known before tracing (a kernel evaluates it on its own row numbers), else two int32 arrays;
+* predicates that are not intervals, all of which must hold as well: equal labels, boolean arrays, block maps, functions.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+_FAR = 2**30  # any distance between two positions is smaller: lengths are below 2**29
+OPERAND_KINDS = ("query", "key", "head", "scalar")
+
+
+# ----------------------------------------------------------------------------------------------- what a user says
+def _term(data: Sequence[str] = (), static: Sequence[str] = ()):
+    def register(cls):
+        cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+        return jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=list(static))
+
+    return register
+
+
+@_term()
+class _Causal:
+    """Key j is visible from row i iff j <= i + q_offset."""
+
+
+@_term(static=("left", "right"))
+class _Window:
+    """i + q_offset - left <= j <= i + q_offset + right; `None` is unbounded."""
+
+    left: int | None
+    right: int | None
+
+
+@_term(data=("length",))
+class _Prefix:
+    """j <= i + q_offset or j < length."""
+
+    length: Any
+
+
+@_term(static=("size",))
+class _Chunked:
+    """i + q_offset and j lie in the same chunk of `size` positions."""
+
+    size: int
+
+
+@_term(data=("query", "key"))
+class _Lengths:
+    """i < query and j < key, each `[*batch]` or `None`."""
+
+    query: Any
+    key: Any
+
+
+@_term(data=("query", "key"))
+class _Segments:
+    """query[i] == key[j]; ids `[*batch, len]`."""
+
+    query: Any
+    key: Any
+
+
+@_term(data=("array",))
+class _Dense:
+    array: Any
+
+
+@_term(data=("operands",), static=("function", "per"))
+class _Function:
+    function: Callable
+    operands: tuple
+    per: tuple[str, ...]
+
+
+@_term(data=("blocks",), static=("block_q", "block_kv"))
+class _Blocks:
+    blocks: Any
+    block_q: int
+    block_kv: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys a query sees: a conjunction of rules, joined with `&`. A pytree; pass it as `mask=`.
+
+    >>> mask = Mask.causal() & Mask.sliding_window(1023, 0) & Mask.segments(ids, ids)
+    >>> flash_attention(query, key, value, mask=mask)
+
+    Positions are counted from 0; query row `i` stands at position `i + q_offset`.
+    """
+
+    terms: tuple
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask(self.terms + other.terms)
+
+    @staticmethod
+    def causal() -> "Mask":
+        """Key `j` is visible iff `j <= i + q_offset` (top-left aligned, as in `jax.nn`)."""
+        return Mask((_Causal(),))
+
+    @staticmethod
+    def sliding_window(left: int | None, right: int | None) -> "Mask":
+        """`i + q_offset - left <= j <= i + q_offset + right`, both ends inclusive; `None` is unbounded on that side."""
+        return Mask((_Window(_window_side("left", left), _window_side("right", right)),))
+
+    @staticmethod
+    def prefix(length) -> "Mask":
+        """The prefix-LM rule: `j <= i + q_offset` or `j < length`. `length`: an int, or integers `[*batch]`."""
+        return Mask((_Prefix(length),))
+
+    @staticmethod
+    def chunked(size: int) -> "Mask":
+        """Row and key lie in the same chunk of `size` consecutive positions."""
+        size = _static_int("chunked size", size)
+        if size < 1:
+            raise ValueError(f"Mask.chunked: size must be at least 1, got {size}.")
+        return Mask((_Chunked(size),))
+
+    @staticmethod
+    def lengths(query=None, key=None) -> "Mask":
+        """`i < query` and `j < key`; integers `[*batch]` or `None` for no limit."""
+        return Mask((_Lengths(query, key),))
+
+    @staticmethod
+    def segments(query, key) -> "Mask":
+        """`query[i] == key[j]` for integer ids `[*batch, q_len]` and `[*batch, kv_len]`; no id is special."""
+        return Mask((_Segments(query, key),))
+
+    @staticmethod
+    def from_function(function: Callable, *operands, per: Sequence[str] = ()) -> "Mask":
+        """Visible iff `function(batch, head, q_index, kv_index, *operands)`, a scalar function of int32 indices.
+
+        `function` is written for one element: each argument is a scalar and the result a boolean scalar. `q_index` is
+        the row number (`q_offset` is not added). Operands are read at the element: `per[n]` says how operand `n` is
+        laid out, `"query"` (`[*batch, q_len]`), `"key"` (`[*batch, kv_len]`), `"head"` (`[*batch, num_heads]`) or
+        `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes over, traced or not, work
+        too (`ids[batch, q_index]`), but only the `xla` implementation serves them.
+        """
+        per = tuple(per)
+        if len(per) != len(operands):
+            raise ValueError(f"Mask.from_function: per must name one layout for each of the {len(operands)} operands, got {per}.")
+        for kind in per:
+            if kind not in OPERAND_KINDS:
+                raise ValueError(f"Mask.from_function: per entries must be among {OPERAND_KINDS}, got {kind!r}.")
+        return Mask((_Function(function, tuple(operands), per),))
+
+    @staticmethod
+    def from_blocks(blocks, block_q: int, block_kv: int) -> "Mask":
+        """Block-sparse attention: key `j` is visible from row `i` iff `blocks[..., i // block_q, j // block_kv]`.
+
+        `blocks`: booleans, right-aligned to `[*batch, num_heads, ceil(q_len / block_q), ceil(kv_len / block_kv)]`.
+        """
+        block_q, block_kv = _static_int("block_q", block_q), _static_int("block_kv", block_kv)
+        if block_q < 1 or block_kv < 1:
+            raise ValueError(f"Mask.from_blocks: block_q and block_kv must be at least 1, got {block_q} and {block_kv}.")
+        return Mask((_Blocks(blocks, block_q, block_kv),))
+
+
+jax.tree_util.register_dataclass(Mask, data_fields=["terms"], meta_fields=[])
+
+
+def segment_ids(cu_seqlens, length: int) -> Array:
+    """Segment ids `[length]` of sequences packed one after another, for `q_segment_ids` and `kv_segment_ids`.
+
+    Args:
+      cu_seqlens: integers `[num_sequences + 1]`, the start of each sequence and the end of the last:
+        sequence `n` fills positions `cu_seqlens[n]` up to `cu_seqlens[n + 1] - 1`.
+      length: static length of the packed axis.
+
+    Returns:
+      int32 `[length]`: `n` inside sequence `n`; positions past the last sequence get `num_sequences`, so padding sees padding only.
+    """
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    if cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(f"segment_ids: cu_seqlens must be a vector of integers, got {cu_seqlens.dtype}{list(cu_seqlens.shape)}.")
+    positions = jnp.arange(length, dtype=jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:].astype(jnp.int32), positions, side="right").astype(jnp.int32)
+
+
+# ------------------------------------------------------------------------------------------ what the kernels read
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """A static interval rule: `rule(q_ids) -> (kv_lo, kv_hi)`, elementwise int32, usable inside a kernel.
+
+    With position `p = q_id + offset`: `kv_lo = max(0, p - left, chunk start)` and
+    `kv_hi = min(kv_len, max(p + right + 1, prefix), chunk end)`, then clipped so that `0 <= kv_lo <= kv_hi <= kv_len`.
+    """
+
+    kv_len: int
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    chunk: int | None = None
+
+    def __call__(self, q_ids: Array) -> tuple[Array, Array]:
+        return _interval(self, q_ids, self.offset, self.prefix)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Every row sees every key."""
+        return self.left is None and self.right is None and self.chunk is None
+
+
+def _interval(rule: RowRule, q_ids, offset, prefix):
+    position = q_ids + offset
+    lo = jnp.zeros_like(position)
+    hi = jnp.full_like(position, rule.kv_len)
+    if rule.left is not None:
+        lo = jnp.maximum(lo, position - rule.left)
+    if rule.right is not None:
+        end = position + (rule.right + 1)
+        hi = jnp.minimum(hi, end if prefix is None else jnp.maximum(end, prefix))
+    if rule.chunk is not None:
+        start = position - jax.lax.rem(jax.lax.rem(position, rule.chunk) + rule.chunk, rule.chunk)
+        lo, hi = jnp.maximum(lo, start), jnp.minimum(hi, start + rule.chunk)
+    lo = jnp.minimum(lo, rule.kv_len)
+    return lo, jnp.maximum(hi, lo)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskFunction:
+    """A scalar predicate `evaluate(batch, head, q_id, kv_id, *operands)` with its captured arrays made operands.
+
+    `kinds[n]` lays out operand `n`: one of `OPERAND_KINDS`, or `"captured"` for an array read whole.
+    """
+
+    jaxpr: Any
+    kinds: tuple[str, ...]
+
+    def __call__(self, batch, head, q_id, kv_id, *operands):
+        num_captured = self.kinds.count("captured")
+        captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
+        (visible,) = jax.core.eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
+        return visible
+
+
+class MaskSpec(NamedTuple):
+    """The static half of a `Visibility`: hashable, part of `Problem`."""
+
+    rule: RowRule | None  # None: the bounds are operands
+    functions: tuple[MaskFunction, ...] = ()
+    block_sizes: tuple[tuple[int, int], ...] = ()  # (block_q, block_kv) of each block map
+
+
+class MaskOperands(NamedTuple):
+    """The array half of a `Visibility`. A leading axis of 1 is shared by the whole batch.
+
+    kv_lo, kv_hi: int32 `[1 | batch, q_len]`, or None when `MaskSpec.rule` says it.
+    q_labels, kv_labels: int32 `[1 | batch, len]` or None; visible only where equal.
+    dense: booleans `[1 | batch, 1 | num_heads, 1 | q_len, 1 | kv_len]`, True = visible.
+    blocks: booleans `[1 | batch, 1 | num_heads, num_q_blocks, num_kv_blocks]`, with `MaskSpec.block_sizes`.
+    functions: operands of each `MaskSpec.functions`: `[1 | batch, len]` by kind, captured ones whole with a leading axis of 1.
+    batch_ids: int32 `[batch]`, the batch index that functions see, or None without functions.
+    """
+
+    kv_lo: Array | None = None
+    kv_hi: Array | None = None
+    q_labels: Array | None = None
+    kv_labels: Array | None = None
+    dense: tuple[Array, ...] = ()
+    blocks: tuple[Array, ...] = ()
+    functions: tuple[tuple[Array, ...], ...] = ()
+    batch_ids: Array | None = None
+
+
+class Visibility(NamedTuple):
+    spec: MaskSpec
+    operands: MaskOperands
+
+
+def row_bounds(spec: MaskSpec, operands: MaskOperands, q_len: int) -> tuple[Array, Array]:
+    """kv_lo, kv_hi: int32 `[1 | batch, q_len]`, whoever says them."""
+    if spec.rule is None:
+        assert operands.kv_lo is not None and operands.kv_hi is not None
+        return operands.kv_lo, operands.kv_hi
+    lo, hi = spec.rule(jnp.arange(q_len, dtype=jnp.int32))
+    return lo[None], hi[None]
+
+
+# -------------------------------------------------------------------------------------------------- translation
+class Shape(NamedTuple):
+    """The sizes that a mask is resolved against; `batch` as the user gave it."""
+
+    batch: tuple[int, ...]
+    num_heads: int
+    q_len: int
+    kv_len: int
+
+
+def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
+    """Words to bounds and predicates, with every check on what the words hold."""
+    static, dynamic = _Interval(shape.kv_len), _DynamicInterval()
+    if _is_static(q_offset):
+        static.offset = operator.index(q_offset)
+        if abs(static.offset) >= _FAR:
+            raise ValueError(f"q_offset must lie within +-2**30, got {static.offset}.")
+    else:
+        dynamic.offset = _integers("q_offset", q_offset, shape, ())
+    segments: list[_Segments] = []
+    operands = MaskOperands()
+    functions, block_sizes = [], []
+    for term in mask.terms:
+        match term:
+            case _Causal():
+                static.says_causal = True
+                static.narrow(None, 0)
+            case _Window(left, right):
+                static.narrow(left, right)
+            case _Prefix(length):
+                static.says_prefix = True
+                if _is_static(length):
+                    static.prefix = _tighter(static.prefix, operator.index(length), min)
+                else:
+                    length = _integers("prefix length", length, shape, ())
+                    dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
+            case _Chunked(size):
+                if static.chunk not in (None, size):
+                    raise NotImplementedError(f"Mask.chunked: two sizes, {static.chunk} and {size}, cannot be joined. Use Mask.from_function.")
+                static.chunk = size
+            case _Lengths(query, key):
+                if query is not None:
+                    query = _integers("query_seq_lengths", query, shape, ())
+                    dynamic.q_length = query if dynamic.q_length is None else jnp.minimum(dynamic.q_length, query)
+                if key is not None:
+                    key = _integers("key_value_seq_lengths", key, shape, ())
+                    dynamic.kv_length = key if dynamic.kv_length is None else jnp.minimum(dynamic.kv_length, key)
+            case _Segments(query, key):
+                query = _integers("q_segment_ids", query, shape, (shape.q_len,))
+                key = _integers("kv_segment_ids", key, shape, (shape.kv_len,))
+                segments.append(_Segments(query, key))
+            case _Dense(array):
+                array = align("mask", array, shape, (shape.num_heads, shape.q_len, shape.kv_len))
+                operands = operands._replace(dense=(*operands.dense, array))
+            case _Blocks(blocks, block_q, block_kv):
+                trailing = (shape.num_heads, -(-shape.q_len // block_q), -(-shape.kv_len // block_kv))
+                blocks = align("Mask.from_blocks blocks", blocks, shape, trailing, broadcast=(False, True, False, False))
+                operands = operands._replace(blocks=(*operands.blocks, blocks))
+                block_sizes.append((block_q, block_kv))
+            case _Function():
+                function, arrays = _close(term, shape)
+                functions.append(function)
+                operands = operands._replace(functions=(*operands.functions, arrays))
+            case _:
+                raise TypeError(f"mask: unknown rule {term!r}.")
+    if static.says_causal and static.says_prefix:
+        raise ValueError("mask: prefix already contains the causal rule; is_causal=True or Mask.causal() together with it would undo it.")
+    if segments:
+        operands = operands._replace(q_labels=segments[0].query, kv_labels=segments[0].key)
+    for extra in segments[1:]:  # one pair of labels skips tiles; further ones are plain predicates
+        function, arrays = _close(_Function(_equal_labels, (extra.query, extra.key), ("query", "key")), shape)
+        functions.append(function)
+        operands = operands._replace(functions=(*operands.functions, arrays))
+    if functions:
+        operands = operands._replace(batch_ids=jnp.arange(int(np.prod(shape.batch, dtype=int)), dtype=jnp.int32))
+    rule = static.rule(dynamic)
+    if dynamic.is_used:
+        lo, hi = dynamic.bounds(rule, static, shape.q_len)
+        operands, rule = operands._replace(kv_lo=lo, kv_hi=hi), None
+    return Visibility(MaskSpec(rule, tuple(functions), tuple(block_sizes)), operands)
+
+
+def _equal_labels(batch, head, q_id, kv_id, q_label, kv_label):
+    del batch, head, q_id, kv_id
+    return q_label == kv_label
+
+
+@dataclasses.dataclass
+class _Interval:
+    """The static part of the interval while terms are collected."""
+
+    kv_len: int
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    chunk: int | None = None
+    says_causal: bool = False
+    says_prefix: bool = False
+    window_right: int | None = None
+
+    def narrow(self, left, right):
+        self.left = _tighter(self.left, left, min)
+        self.right = _tighter(self.right, right, min)
+
+    def rule(self, dynamic: "_DynamicInterval") -> RowRule:
+        prefix, right = self.prefix, self.right
+        if self.says_prefix:
+            if right is not None:
+                raise NotImplementedError("mask: prefix cannot be joined with a window bounded on the right. Use Mask.from_function.")
+            right = 0
+        chunk = self.chunk if self.chunk is None else min(self.chunk, _FAR)
+        return RowRule(self.kv_len, self.offset, self.left, right, prefix, chunk)
+
+
+@dataclasses.dataclass
+class _DynamicInterval:
+    """The data-dependent part: int32 `[1 | batch]` each, or None."""
+
+    offset: Array | None = None
+    prefix: Array | None = None
+    q_length: Array | None = None
+    kv_length: Array | None = None
+
+    @property
+    def is_used(self) -> bool:
+        return any(x is not None for x in (self.offset, self.prefix, self.q_length, self.kv_length))
+
+    def bounds(self, rule: RowRule, static: _Interval, q_len: int) -> tuple[Array, Array]:
+        q_ids = jnp.arange(q_len, dtype=jnp.int32)[None]
+        offset = rule.offset if self.offset is None else self.offset[:, None]
+        prefix = rule.prefix
+        if self.prefix is not None:
+            dynamic_prefix = self.prefix[:, None]
+            prefix = dynamic_prefix if prefix is None else jnp.minimum(prefix, dynamic_prefix)
+        lo, hi = _interval(rule, q_ids, offset, prefix)
+        if self.kv_length is not None:
+            length = jnp.maximum(self.kv_length, 0)[:, None]
+            lo, hi = jnp.broadcast_arrays(lo, jnp.minimum(hi, length))
+            lo = jnp.minimum(lo, hi)
+        if self.q_length is not None:
+            seen = q_ids < self.q_length[:, None]
+            lo, hi = jnp.where(seen, lo, rule.kv_len), jnp.where(seen, hi, rule.kv_len)
+        return lo, hi
+
+
+def _tighter(a, b, smaller):
+    return b if a is None else a if b is None else smaller(a, b)
+
+
+def _is_static(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _static_int(name: str, value) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a Python or NumPy integer known before tracing, got {type(value).__name__}.") from None
+
+
+def _window_side(name: str, value) -> int | None:
+    if value is None:
+        return None
+    value = _static_int(f"local_window_size ({name})", value)
+    if value < 0:
+        raise ValueError(f"local_window_size: {name} must be non-negative, got {value}. Use 0 for none on that side, None for all.")
+    return min(value, _FAR)
+
+
+def window(local_window_size) -> Mask:
+    """`jax.nn`'s local_window_size: `w` means `(w, w)`."""
+    if isinstance(local_window_size, (tuple, list)):
+        if len(local_window_size) != 2:
+            raise ValueError(f"local_window_size must be one integer or (left, right), got {local_window_size!r}.")
+        return Mask.sliding_window(*local_window_size)
+    return Mask.sliding_window(local_window_size, local_window_size)
+
+
+def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
+    """`[*batch, *trailing]` (leading axes may be missing or 1) -> `[1 | batch, *trailing]`."""
+    array = jnp.asarray(array)
+    want = (*shape.batch, *trailing)
+    lead = array.ndim - len(trailing)
+    fits = 0 <= lead <= len(shape.batch) and array.shape[lead:] == trailing
+    fits = fits and all(n in (1, m) for n, m in zip(array.shape[:lead], shape.batch[len(shape.batch) - lead :], strict=True))
+    if not fits:
+        raise ValueError(f"{name} must have shape {list(want)}, got {list(array.shape)}.")
+    if all(n == 1 for n in array.shape[:lead]):
+        return array.reshape(1, *trailing)
+    return jnp.broadcast_to(array, want).reshape(-1, *trailing)
+
+
+def _integers(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {array.dtype}.")
+    if not trailing and array.ndim > len(shape.batch):
+        raise ValueError(f"{name} must have shape {list(shape.batch)}, got {list(array.shape)}.")
+    return collapse_batch(name, array, shape, trailing).astype(jnp.int32)
+
+
+def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dtype=jnp.bool_, broadcast=(True,) * 4) -> Array:
+    """Right-align to `[*batch, *trailing]`, each axis 1 or full -> `[1 | batch, 1 | heads, 1 | rows, 1 | columns]`."""
+    array = jnp.asarray(array)
+    if dtype is jnp.bool_ and array.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be boolean (True = visible), got {array.dtype}. Additive masks go to bias.")
+    want = (*shape.batch, *trailing)
+    if array.ndim > len(want):
+        raise ValueError(f"{name} must broadcast to {list(want)}, got {list(array.shape)}.")
+    full = (1,) * (len(want) - array.ndim) + array.shape
+    lead = len(shape.batch)
+    for axis, (n, m) in enumerate(zip(full, want, strict=True)):
+        may_be_one = axis < lead or broadcast[axis - lead + 1]
+        if n != m and not (n == 1 and may_be_one):
+            raise ValueError(f"{name} must broadcast to {list(want)}, got {list(array.shape)}.")
+    array = array.reshape(full)
+    if all(n == 1 for n in full[:lead]):
+        return array.reshape(1, *full[lead:])
+    return jnp.broadcast_to(array, (*shape.batch, *full[lead:])).reshape(-1, *full[lead:])
+
+
+def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ...]]:
+    """Trace the scalar function once; what it closes over becomes operands."""
+    trailing = {"query": (shape.q_len,), "key": (shape.kv_len,), "head": (shape.num_heads,), "scalar": ()}
+    arrays = [
+        collapse_batch(f"Mask.from_function operand {n} (per {kind})", array, shape, trailing[kind])
+        for n, (array, kind) in enumerate(zip(term.operands, term.per, strict=True))
+    ]
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in arrays]
+    closed = jax.make_jaxpr(term.function)(index, index, index, index, *scalars)
+    out = closed.out_avals
+    if len(out) != 1 or out[0].shape != () or out[0].dtype != jnp.bool_:
+        raise TypeError(f"Mask.from_function: the function must return one boolean scalar for scalar indices, got {out}.")
+    captured = [jnp.asarray(c)[None] for c in closed.consts]
+    return MaskFunction(closed.jaxpr, term.per + ("captured",) * len(captured)), (*arrays, *captured)
