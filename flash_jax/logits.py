@@ -1,0 +1,33 @@
+"""From products to logits on a tile, and the derivative: scale, soft cap, bias, in this order."""
+
+import jax
+import jax.numpy as jnp
+
+from flash_jax.softmax import LOG2E
+
+Array = jax.Array
+
+
+def logits(qk: Array, scale, soft_cap: float | None, bias: Array | None) -> tuple[Array, Array | None]:
+    """`log2(e) * (cap * tanh(scale * qk / cap) + bias)`, in the base-2 units of `softmax`.
+
+    Args:
+      qk: products `q . k` of a tile, float32 (or float64).
+      scale: Python float or an array that broadcasts against `qk`.
+      soft_cap: the cap, or None for no cap.
+      bias: broadcasts against `qk`, in its dtype; or None.
+
+    Returns:
+      The logits and, with a soft cap, `tanh(scale * qk / cap)` for the derivative (else None).
+    """
+    if soft_cap is None:
+        tanh, s = None, qk * (scale * LOG2E)
+    else:
+        tanh = jnp.tanh(qk * (scale / soft_cap))
+        s = tanh * (soft_cap * LOG2E)
+    return (s if bias is None else s + bias * LOG2E), tanh
+
+
+def dscores(dlogits: Array, tanh: Array | None) -> Array:
+    """Cotangent of the scaled scores `scale * qk` from that of the logits (which is also the bias's)."""
+    return dlogits if tanh is None else dlogits * (1 - tanh * tanh)

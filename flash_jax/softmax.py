@@ -1,0 +1,81 @@
+"""The online softmax as row verbs: every implementation says its mathematics with these and with nothing else.
+
+A row is a query. Its state is `m` (running maximum of the scores), `l` (sum of `2^(s - m)`) and `acc` (unnormalised
+output, the same weights times v). Scores `s` are in base-2 units, `log2(e) * logit`, so that one `exp2` does the work of an
+`exp` and the factor is folded into the scale once; `lse` leaves in natural units.
+
+The verbs know no shapes: `s` is a tile of scores, everything else is one number a row. How a backend stores a row beside a
+tile is said by `column`, which turns row numbers into something that broadcasts against the tile.
+
+Source: FlashAttention (arXiv 2205.14135), Algorithm 1 and 4; Milakov and Gimelshein, arXiv 1805.02867.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+LOG2E = 1.4426950408889634  # log2(e): natural to base-2 units
+LN2 = 0.6931471805599453  # ln(2): and back
+
+
+def last_axis_column(row: Array) -> Array:
+    """Rows `[..., block_q]` beside a tile `[..., block_q, block_kv]`."""
+    return row[..., None]
+
+
+def rescale(m: Array, s_max: Array) -> tuple[Array, Array, Array]:
+    """Take the maximum of a new tile in: `(m_new, pivot, alpha)`.
+
+    `alpha = 2^(m - m_new)` multiplies the old `l` and `acc`. `pivot` is `m_new`, or 0 as long as the row has seen no key, so
+    that `2^(s - pivot)` is 0 there and never NaN.
+    """
+    m_new = jnp.maximum(m, s_max)
+    pivot = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
+    return m_new, pivot, jnp.exp2(m - pivot)
+
+
+def probs(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:
+    """Unnormalised probabilities `2^(s - pivot)`; 0 where `s` is -inf."""
+    return jnp.exp2(s - column(pivot))
+
+
+def finish(m: Array, l: Array, acc: Array, column: Callable[[Array], Array] = last_axis_column) -> tuple[Array, Array]:
+    """`(out, lse)`: `acc / l` and the natural log-sum-exp; `(0, -inf)` for a row that has seen no key."""
+    empty = l == 0
+    inverse = 1 / jnp.where(empty, jnp.ones_like(l), l)
+    lse = jnp.where(empty, jnp.full_like(l, -jnp.inf), (m + jnp.log2(jnp.where(empty, jnp.ones_like(l), l))) * LN2)
+    return acc * column(inverse), lse
+
+
+class State(NamedTuple):
+    """What a row remembers."""
+
+    m: Array
+    l: Array
+    acc: Array
+
+
+def merge(a: State, b: State, column: Callable[[Array], Array] = last_axis_column) -> State:
+    """The state after the tiles of `a` and of `b`: associative and commutative, with `(-inf, 0, 0)` neutral."""
+    m, pivot, alpha = rescale(a.m, b.m)
+    beta = jnp.exp2(b.m - pivot)
+    return State(m, a.l * alpha + b.l * beta, a.acc * column(alpha) + b.acc * column(beta))
+
+
+def lse_pivot(lse: Array) -> Array:
+    """The natural `lse` as base-2 pivot of the backward; +inf for an empty row, so that all its probabilities are 0."""
+    return jnp.where(lse == -jnp.inf, jnp.full_like(lse, jnp.inf), lse * LOG2E)
+
+
+def probs_from_lse(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:
+    """Normalised probabilities `e^(logit - lse)` from `pivot = lse_pivot(lse)`."""
+    return jnp.exp2(s - column(pivot))
+
+
+def dlogits(p: Array, dp: Array, delta: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:
+    """Cotangent of the logits: `p * (dp - delta)` with `delta = sum(out * dout) - dlse` a row."""
+    return p * (dp - column(delta))
