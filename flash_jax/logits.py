@@ -25,7 +25,13 @@ def logits(qk: Array, scale, soft_cap: float | None, bias: Array | None) -> tupl
     else:
         tanh = jnp.tanh(qk * (scale / soft_cap))
         s = tanh * (soft_cap * LOG2E)
-    return (s if bias is None else s + bias * LOG2E), tanh
+    return (s if bias is None else s + _base_2(bias)), tanh
+
+
+def _base_2(bias: Array) -> Array:
+    """`log2(e) * bias`, finite where bias is: a row of equal `finfo.min` weighs its keys alike, only -inf hides them."""
+    limit = jnp.finfo(bias.dtype).max
+    return jnp.where(jnp.isinf(bias), bias, jnp.clip(bias * LOG2E, -limit, limit))
 
 
 def dscores(dlogits: Array, tanh: Array | None) -> Array:

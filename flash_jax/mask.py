@@ -247,6 +247,13 @@ class MaskFunction:
     jaxpr: Any
     kinds: tuple[str, ...]
 
+    @property
+    def reads_head(self) -> bool:
+        """Whether the result can differ by head."""
+        head = self.jaxpr.invars[1]
+        used = any(head is v for eqn in self.jaxpr.eqns for v in eqn.invars) or head in self.jaxpr.outvars
+        return used or "head" in self.kinds
+
     def __call__(self, batch, head, q_id, kv_id, *operands):
         num_captured = self.kinds.count("captured")
         captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
@@ -467,6 +474,20 @@ def _window_side(name: str, value) -> int | None:
     return min(value, _FAR)
 
 
+def words(mask) -> Mask:
+    """The `mask` argument as a `Mask`: None is no rule, an array a dense one."""
+    if mask is None:
+        return Mask(())
+    return mask if isinstance(mask, Mask) else Mask((_Dense(mask),))
+
+
+def offset_rows(q_offset, shape: Shape) -> Array:
+    """q_offset as int32 `[1 | batch, 1]`, to be added to row numbers."""
+    if _is_static(q_offset):
+        return jnp.full((1, 1), operator.index(q_offset), jnp.int32)
+    return _integers("q_offset", q_offset, shape, ())[:, None]
+
+
 def window(local_window_size) -> Mask:
     """`jax.nn`'s local_window_size: `w` means `(w, w)`."""
     if isinstance(local_window_size, (tuple, list)):
@@ -480,6 +501,8 @@ def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) ->
     """`[*batch, *trailing]` (leading axes may be missing or 1) -> `[1 | batch, *trailing]`."""
     array = jnp.asarray(array)
     want = (*shape.batch, *trailing)
+    if not shape.batch and array.shape == (1, *trailing):  # jax.nn: inputs without a batch axis count as a batch of one
+        array = array[0]
     lead = array.ndim - len(trailing)
     fits = 0 <= lead <= len(shape.batch) and array.shape[lead:] == trailing
     fits = fits and all(n in (1, m) for n, m in zip(array.shape[:lead], shape.batch[len(shape.batch) - lead :], strict=True))
@@ -494,8 +517,6 @@ def _integers(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Arra
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {array.dtype}.")
-    if not trailing and array.ndim > len(shape.batch):
-        raise ValueError(f"{name} must have shape {list(shape.batch)}, got {list(array.shape)}.")
     return collapse_batch(name, array, shape, trailing).astype(jnp.int32)
 
 
@@ -505,6 +526,8 @@ def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dty
     if dtype is jnp.bool_ and array.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean (True = visible), got {array.dtype}. Additive masks go to bias.")
     want = (*shape.batch, *trailing)
+    if not shape.batch and array.ndim == 4 and array.shape[0] == 1:  # jax.nn: inputs without a batch axis count as a batch of one
+        array = array[0]
     if array.ndim > len(want):
         raise ValueError(f"{name} must broadcast to {list(want)}, got {list(array.shape)}.")
     full = (1,) * (len(want) - array.ndim) + array.shape

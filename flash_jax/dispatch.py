@@ -1,0 +1,85 @@
+"""Which implementation serves a problem, decided before tracing, for forward and backward together."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from flash_jax.backends import xla
+from flash_jax.backends.base import Backend, Device
+from flash_jax.problem import Problem
+
+# In order of preference; a new implementation is one line here.
+BACKENDS: tuple[Backend, ...] = (xla.BACKEND,)
+
+NAMES = tuple(backend.name for backend in BACKENDS)
+
+
+def current_device(*arrays) -> Device:
+    """Where a call on these arguments will run: the device of the first concrete array, an ambient mesh's device, or the default."""
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            device = next(iter(x.devices()))
+            return Device(device.platform, device.device_kind)
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        platform = "tpu" if abstract.device_kind.startswith("TPU") else "gpu"
+        return Device(getattr(abstract, "platform", None) or platform, abstract.device_kind)
+    device = jax.config.jax_default_device
+    if device is None:
+        device = jax.devices()[0]
+    elif isinstance(device, str):
+        device = jax.devices(device)[0]
+    return Device(device.platform, device.device_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `flash_attention` will do with a problem. `str()` is one line an implementation.
+
+    implementation: the name of the one that runs.
+    config: its tiles and other settings of speed.
+    why_not: for each other implementation, the first reason why it does not run.
+    """
+
+    implementation: str
+    config: Any
+    device: Device
+    why_not: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.implementation}: runs on {self.device.kind} ({self.device.platform}) with {self.config}"]
+        return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.why_not.items()])
+
+
+def preference(implementation) -> tuple[str, ...]:
+    """The names that `implementation=` allows, in order."""
+    if implementation is None:
+        return NAMES
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names:
+        raise ValueError(f"implementation must name at least one of {NAMES}, got an empty sequence.")
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"implementation must be None, one of {NAMES} or a sequence of them, got {name!r}.")
+    return names
+
+
+def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backend, Explanation]:
+    """The first allowed backend that serves the problem on the device."""
+    by_name = {backend.name: backend for backend in BACKENDS}
+    reasons: dict[str, str] = {}
+    chosen = None
+    for name in preference(implementation):
+        reason = by_name[name].why_not(problem, device)
+        if reason is None:
+            chosen = by_name[name]
+            break
+        reasons[name] = reason
+    if chosen is None:
+        sentences = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NotImplementedError(f"implementation={implementation!r} cannot serve this call. {sentences} implementation='xla' serves every call.")
+    for name in NAMES:
+        if name != chosen.name and name not in reasons:
+            reasons[name] = by_name[name].why_not(problem, device) or f"could run, but {chosen.name} comes first."
+    return chosen, Explanation(chosen.name, chosen.default_config(problem, device), device, reasons)
