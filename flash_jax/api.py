@@ -1,17 +1,17 @@
 """`flash_attention`, the one public call, and `explain`, which says what it will do."""
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from flash_jax import dispatch, dropout, mask as masks
+from flash_jax import dispatch, dropout
+from flash_jax import mask as masks
 from flash_jax.autodiff import attend
 from flash_jax.mask import Mask
 from flash_jax.problem import Operands, Problem, check_qkv, static_scale
@@ -72,8 +72,9 @@ def flash_attention(
         side is unbounded; `w` means `(w, w)`.
       implementation: None chooses (see `explain`); a name, or a sequence of names in order of preference.
       return_residual: return `(out, lse)`.
-      q_segment_ids, kv_segment_ids: integers `[*batch, q_len]` and `[*batch, kv_len]`, given together: only equal ids see each
-        other. See `segment_ids` for packed sequences.
+      q_segment_ids: integers `[*batch, q_len]`, given together with `kv_segment_ids`: only equal ids see each other. See
+        `segment_ids` for packed sequences.
+      kv_segment_ids: integers `[*batch, kv_len]`.
       q_offset: key position of query row 0, for decoding, chunks and bottom-right alignment; an int, or integers `[*batch]`.
       logits_soft_cap: `cap * tanh(s / cap)` on the scaled scores, before bias and mask.
       sinks: `[heads]`, one further logit a head that takes probability and gives no value; neither scaled nor capped; part of
@@ -169,7 +170,11 @@ def _prepare(
     """Every check; the user's words as `Problem` and `Operands`, the batch axes folded into one."""
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     check_qkv(query, key, value)
-    for name, flag in (("is_causal", is_causal), ("broadcast_dropout", broadcast_dropout), ("deterministic_backward", deterministic_backward)):
+    for name, flag in (
+        ("is_causal", is_causal),
+        ("broadcast_dropout", broadcast_dropout),
+        ("deterministic_backward", deterministic_backward),
+    ):
         _check_flag(name, flag)
     *batch, q_len, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, v_head_dim = value.shape[-3:]
@@ -216,8 +221,8 @@ def _prepare(
     if problem.dropout_rate:
         q_ids = jnp.arange(q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
         dropout_key = _single_key(dropout_key)
-        rows = (1, 1, q_ids[:1]) if broadcast_dropout and q_ids.shape[0] == 1 else (1 if broadcast_dropout else size, 1 if broadcast_dropout else num_heads, q_ids)
-        row_keys = dropout.row_keys(dropout_key, *rows)
+        copies = (1, 1) if broadcast_dropout else (size, num_heads)
+        row_keys = dropout.row_keys(dropout_key, *copies, q_ids)
     operands = Operands(
         query=query.reshape(size, *query.shape[-3:]),
         key=key.reshape(size, *key.shape[-3:]),

@@ -78,7 +78,9 @@ def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backe
         reasons[name] = reason
     if chosen is None:
         sentences = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise NotImplementedError(f"implementation={implementation!r} cannot serve this call. {sentences} implementation='xla' serves every call.")
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot serve this call. {sentences} implementation='xla' serves every call."
+        )
     for name in NAMES:
         if name != chosen.name and name not in reasons:
             reasons[name] = by_name[name].why_not(problem, device) or f"could run, but {chosen.name} comes first."

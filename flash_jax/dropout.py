@@ -69,6 +69,7 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
     for n in batch:
         flat *= n
     q_ids = jnp.arange(q_len, dtype=jnp.int32)[None] + jnp.asarray(q_offset, jnp.int32).reshape(-1, 1)
-    rows = row_keys(key, 1, 1, q_ids[:1]) if broadcast_dropout else row_keys(key, flat, num_heads, q_ids)
+    copies = (1, 1) if broadcast_dropout else (flat, num_heads)
+    rows = row_keys(key, *copies, q_ids)
     kept = keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
     return jnp.broadcast_to(kept, (flat, num_heads, q_len, kv_len)).reshape(shape)

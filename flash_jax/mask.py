@@ -1,15 +1,9 @@
 """Words to row bounds: the only file that knows what causal, window, prefix, chunk, length and segment mean.
 
-Everything a user can say about visibility becomes one `Visibility`, which is all that the reference, the tile
-schedule and every kernel read:
-
-* an interval: query row `q` sees the keys in `[kv_lo(q), kv_hi(q))`, both non-decreasing in `q`. It is a `RowRule` when
-  everything about it is known before tracing (a kernel evaluates it on its own row numbers), else two int32 arrays;
-* predicates that are not intervals, all of which must hold as well: equal labels, boolean arrays, block maps, functions.
+Everything a user can say about visibility becomes one `visibility.Visibility`, which is all that the rest of the library reads.
 """
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, interval
+
 Array = jax.Array
 
 _FAR = 2**30  # any distance between two positions is smaller: lengths are below 2**29
-OPERAND_KINDS = ("query", "key", "head", "scalar")
 
 
 # ----------------------------------------------------------------------------------------------- what a user says
@@ -196,114 +191,6 @@ def segment_ids(cu_seqlens, length: int) -> Array:
     return jnp.searchsorted(cu_seqlens[1:].astype(jnp.int32), positions, side="right").astype(jnp.int32)
 
 
-# ------------------------------------------------------------------------------------------ what the kernels read
-@dataclasses.dataclass(frozen=True)
-class RowRule:
-    """A static interval rule: `rule(q_ids) -> (kv_lo, kv_hi)`, elementwise int32, usable inside a kernel.
-
-    With position `p = q_id + offset`: `kv_lo = max(0, p - left, chunk start)` and
-    `kv_hi = min(kv_len, max(p + right + 1, prefix), chunk end)`, then clipped so that `0 <= kv_lo <= kv_hi <= kv_len`.
-    """
-
-    kv_len: int
-    offset: int = 0
-    left: int | None = None
-    right: int | None = None
-    prefix: int | None = None
-    chunk: int | None = None
-
-    def __call__(self, q_ids: Array) -> tuple[Array, Array]:
-        return _interval(self, q_ids, self.offset, self.prefix)
-
-    @property
-    def is_trivial(self) -> bool:
-        """Every row sees every key."""
-        return self.left is None and self.right is None and self.chunk is None
-
-
-def _interval(rule: RowRule, q_ids, offset, prefix):
-    position = q_ids + offset
-    lo = jnp.zeros_like(position)
-    hi = jnp.full_like(position, rule.kv_len)
-    if rule.left is not None:
-        lo = jnp.maximum(lo, position - rule.left)
-    if rule.right is not None:
-        end = position + (rule.right + 1)
-        hi = jnp.minimum(hi, end if prefix is None else jnp.maximum(end, prefix))
-    if rule.chunk is not None:
-        start = position - jax.lax.rem(jax.lax.rem(position, rule.chunk) + rule.chunk, rule.chunk)
-        lo, hi = jnp.maximum(lo, start), jnp.minimum(hi, start + rule.chunk)
-    lo = jnp.minimum(lo, rule.kv_len)
-    return lo, jnp.maximum(hi, lo)
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskFunction:
-    """A scalar predicate `evaluate(batch, head, q_id, kv_id, *operands)` with its captured arrays made operands.
-
-    `kinds[n]` lays out operand `n`: one of `OPERAND_KINDS`, or `"captured"` for an array read whole.
-    """
-
-    jaxpr: Any
-    kinds: tuple[str, ...]
-
-    @property
-    def reads_head(self) -> bool:
-        """Whether the result can differ by head."""
-        head = self.jaxpr.invars[1]
-        used = any(head is v for eqn in self.jaxpr.eqns for v in eqn.invars) or head in self.jaxpr.outvars
-        return used or "head" in self.kinds
-
-    def __call__(self, batch, head, q_id, kv_id, *operands):
-        num_captured = self.kinds.count("captured")
-        captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
-        (visible,) = jax.core.eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
-        return visible
-
-
-class MaskSpec(NamedTuple):
-    """The static half of a `Visibility`: hashable, part of `Problem`."""
-
-    rule: RowRule | None  # None: the bounds are operands
-    functions: tuple[MaskFunction, ...] = ()
-    block_sizes: tuple[tuple[int, int], ...] = ()  # (block_q, block_kv) of each block map
-
-
-class MaskOperands(NamedTuple):
-    """The array half of a `Visibility`. A leading axis of 1 is shared by the whole batch.
-
-    kv_lo, kv_hi: int32 `[1 | batch, q_len]`, or None when `MaskSpec.rule` says it.
-    q_labels, kv_labels: int32 `[1 | batch, len]` or None; visible only where equal.
-    dense: booleans `[1 | batch, 1 | num_heads, 1 | q_len, 1 | kv_len]`, True = visible.
-    blocks: booleans `[1 | batch, 1 | num_heads, num_q_blocks, num_kv_blocks]`, with `MaskSpec.block_sizes`.
-    functions: operands of each `MaskSpec.functions`: `[1 | batch, len]` by kind, captured ones whole with a leading axis of 1.
-    batch_ids: int32 `[batch]`, the batch index that functions see, or None without functions.
-    """
-
-    kv_lo: Array | None = None
-    kv_hi: Array | None = None
-    q_labels: Array | None = None
-    kv_labels: Array | None = None
-    dense: tuple[Array, ...] = ()
-    blocks: tuple[Array, ...] = ()
-    functions: tuple[tuple[Array, ...], ...] = ()
-    batch_ids: Array | None = None
-
-
-class Visibility(NamedTuple):
-    spec: MaskSpec
-    operands: MaskOperands
-
-
-def row_bounds(spec: MaskSpec, operands: MaskOperands, q_len: int) -> tuple[Array, Array]:
-    """kv_lo, kv_hi: int32 `[1 | batch, q_len]`, whoever says them."""
-    if spec.rule is None:
-        assert operands.kv_lo is not None and operands.kv_hi is not None
-        return operands.kv_lo, operands.kv_hi
-    lo, hi = spec.rule(jnp.arange(q_len, dtype=jnp.int32))
-    return lo[None], hi[None]
-
-
 # -------------------------------------------------------------------------------------------------- translation
 class Shape(NamedTuple):
     """The sizes that a mask is resolved against; `batch` as the user gave it."""
@@ -342,7 +229,9 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                     dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
             case _Chunked(size):
                 if static.chunk not in (None, size):
-                    raise NotImplementedError(f"Mask.chunked: two sizes, {static.chunk} and {size}, cannot be joined. Use Mask.from_function.")
+                    raise NotImplementedError(
+                        f"Mask.chunked: two sizes, {static.chunk} and {size}, cannot be joined. Use Mask.from_function."
+                    )
                 static.chunk = size
             case _Lengths(query, key):
                 if query is not None:
@@ -439,7 +328,7 @@ class _DynamicInterval:
         if self.prefix is not None:
             dynamic_prefix = self.prefix[:, None]
             prefix = dynamic_prefix if prefix is None else jnp.minimum(prefix, dynamic_prefix)
-        lo, hi = _interval(rule, q_ids, offset, prefix)
+        lo, hi = interval(rule, q_ids, offset, prefix)
         if self.kv_length is not None:
             length = jnp.maximum(self.kv_length, 0)[:, None]
             lo, hi = jnp.broadcast_arrays(lo, jnp.minimum(hi, length))

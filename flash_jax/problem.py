@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax.mask import MaskOperands, MaskSpec
+from flash_jax.visibility import MaskOperands, MaskSpec
 
 Array = jax.Array
 
@@ -108,7 +108,9 @@ def check_qkv(query: Array, key: Array, value: Array) -> None:
             raise ValueError(f"{name}: head_dim must be from 1 to 512, got {x.shape[-1]}.")
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"the number of query heads must be a positive multiple of the key and value heads, got {num_heads} and {num_kv_heads}.")
+        raise ValueError(
+            f"the number of query heads must be a positive multiple of the key and value heads, got {num_heads} and {num_kv_heads}."
+        )
 
 
 def static_scale(scale, head_dim: int) -> float | None:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from flash_jax import dropout, visibility
-from flash_jax.mask import row_bounds
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -27,7 +26,7 @@ def visible_scores(problem: Problem, operands: Operands) -> Array:
     """Booleans that broadcast to `[batch, num_heads, q_len, kv_len]`: every rule of the mask, and a bias of -inf."""
     spec, mask = problem.mask, operands.mask
     q_ids, kv_ids = jnp.arange(problem.q_len, dtype=jnp.int32), jnp.arange(problem.kv_len, dtype=jnp.int32)
-    seen = visibility.in_interval(*row_bounds(spec, mask, problem.q_len), kv_ids)[:, None]
+    seen = visibility.in_interval(*visibility.row_bounds(spec, mask, problem.q_len), kv_ids)[:, None]
     if mask.q_labels is not None:
         seen &= visibility.equal_labels(mask.q_labels, mask.kv_labels)[:, None]
     for array in mask.dense:

@@ -17,6 +17,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def num_tiles(length: int, block: int) -> int:
+    """Tiles that cover a length, the last one maybe partial."""
     return -(-length // block)
 
 

@@ -1,15 +1,132 @@
-"""Which scores of a tile are visible: the predicates of a `Visibility`, evaluated at given rows and keys.
+"""What is visible, as the reference, the tile schedule and every kernel read it; `mask` makes it from the user's words.
 
-The reference evaluates one tile that spans everything; `xla` and the kernels evaluate partial tiles. Shapes broadcast:
-whatever the layout of the tile, `batch`, `head`, `q_ids` and `kv_ids` line up against it.
+* An interval: query row `q` sees the keys in `[kv_lo(q), kv_hi(q))`, both non-decreasing in `q`. It is a `RowRule` when
+  everything about it is known before tracing (a kernel evaluates it on its own row numbers), else two int32 arrays.
+* Predicates that are not intervals, all of which must hold as well: equal labels, boolean arrays, block maps, functions.
+
+The functions at the end evaluate these at given rows and keys. Shapes broadcast: whatever the layout of the tile, rows and keys
+line up against it; the reference evaluates one tile that spans everything, the implementations partial tiles.
 """
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flash_jax.mask import MaskFunction
-
 Array = jax.Array
+
+OPERAND_KINDS = ("query", "key", "head", "scalar")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """A static interval rule: `rule(q_ids) -> (kv_lo, kv_hi)`, elementwise int32, usable inside a kernel.
+
+    With position `p = q_id + offset`: `kv_lo = max(0, p - left, chunk start)` and
+    `kv_hi = min(kv_len, max(p + right + 1, prefix), chunk end)`, then clipped so that `0 <= kv_lo <= kv_hi <= kv_len`.
+    """
+
+    kv_len: int
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    chunk: int | None = None
+
+    def __call__(self, q_ids: Array) -> tuple[Array, Array]:
+        return interval(self, q_ids, self.offset, self.prefix)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Every row sees every key."""
+        return self.left is None and self.right is None and self.chunk is None
+
+
+def interval(rule: RowRule, q_ids, offset, prefix):
+    """`RowRule.__call__` with an offset and a prefix that may be arrays."""
+    position = q_ids + offset
+    lo = jnp.zeros_like(position)
+    hi = jnp.full_like(position, rule.kv_len)
+    if rule.left is not None:
+        lo = jnp.maximum(lo, position - rule.left)
+    if rule.right is not None:
+        end = position + (rule.right + 1)
+        hi = jnp.minimum(hi, end if prefix is None else jnp.maximum(end, prefix))
+    if rule.chunk is not None:
+        start = position - jax.lax.rem(jax.lax.rem(position, rule.chunk) + rule.chunk, rule.chunk)
+        lo, hi = jnp.maximum(lo, start), jnp.minimum(hi, start + rule.chunk)
+    lo = jnp.minimum(lo, rule.kv_len)
+    return lo, jnp.maximum(hi, lo)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskFunction:
+    """A scalar predicate `evaluate(batch, head, q_id, kv_id, *operands)` with its captured arrays made operands.
+
+    `kinds[n]` lays out operand `n`: one of `OPERAND_KINDS`, or `"captured"` for an array read whole.
+    """
+
+    jaxpr: Any
+    kinds: tuple[str, ...]
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether the result can differ by head."""
+        head = self.jaxpr.invars[1]
+        used = any(head is v for eqn in self.jaxpr.eqns for v in eqn.invars) or head in self.jaxpr.outvars
+        return used or "head" in self.kinds
+
+    def __call__(self, batch, head, q_id, kv_id, *operands):
+        num_captured = self.kinds.count("captured")
+        captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
+        (visible,) = jax.core.eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
+        return visible
+
+
+class MaskSpec(NamedTuple):
+    """The static half of a `Visibility`: hashable, part of `Problem`."""
+
+    rule: RowRule | None  # None: the bounds are operands
+    functions: tuple[MaskFunction, ...] = ()
+    block_sizes: tuple[tuple[int, int], ...] = ()  # (block_q, block_kv) of each block map
+
+
+class MaskOperands(NamedTuple):
+    """The array half of a `Visibility`. A leading axis of 1 is shared by the whole batch.
+
+    kv_lo, kv_hi: int32 `[1 | batch, q_len]`, or None when `MaskSpec.rule` says it.
+    q_labels, kv_labels: int32 `[1 | batch, len]` or None; visible only where equal.
+    dense: booleans `[1 | batch, 1 | num_heads, 1 | q_len, 1 | kv_len]`, True = visible.
+    blocks: booleans `[1 | batch, 1 | num_heads, num_q_blocks, num_kv_blocks]`, with `MaskSpec.block_sizes`.
+    functions: operands of each `MaskSpec.functions`: `[1 | batch, len]` by kind, captured ones whole with a leading axis of 1.
+    batch_ids: int32 `[batch]`, the batch index that functions see, or None without functions.
+    """
+
+    kv_lo: Array | None = None
+    kv_hi: Array | None = None
+    q_labels: Array | None = None
+    kv_labels: Array | None = None
+    dense: tuple[Array, ...] = ()
+    blocks: tuple[Array, ...] = ()
+    functions: tuple[tuple[Array, ...], ...] = ()
+    batch_ids: Array | None = None
+
+
+class Visibility(NamedTuple):
+    """Both halves of what is visible."""
+
+    spec: MaskSpec
+    operands: MaskOperands
+
+
+def row_bounds(spec: MaskSpec, operands: MaskOperands, q_len: int) -> tuple[Array, Array]:
+    """kv_lo, kv_hi: int32 `[1 | batch, q_len]`, whoever says them."""
+    if spec.rule is None:
+        assert operands.kv_lo is not None and operands.kv_hi is not None
+        return operands.kv_lo, operands.kv_hi
+    lo, hi = spec.rule(jnp.arange(q_len, dtype=jnp.int32))
+    return lo[None], hi[None]
 
 
 def in_interval(kv_lo: Array, kv_hi: Array, kv_ids: Array) -> Array:

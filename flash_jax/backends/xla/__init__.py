@@ -1,0 +1,32 @@
+"""Any machine: loops over tiles in plain `jnp`, linear memory, every feature.
+
+The score matrix is cut into tiles; a schedule lists the tiles that hold a visible score, and only those are visited, so the
+work of a masked problem is that of its tiles. A tile is `[batch_inner, head_inner, group, block_q, block_kv]`: as many batch
+entries and heads as share one schedule. Those that do not are slots, visited one after another (see `layout.Split`).
+"""
+
+from flash_jax import schedule
+from flash_jax.backends.base import Backend, Device
+from flash_jax.backends.xla.layout import Config
+from flash_jax.backends.xla.passes import backward, forward, jvp
+from flash_jax.problem import Problem
+
+__all__ = ["BACKEND", "Config", "default_config", "jvp"]
+
+
+def default_config(problem: Problem, device: Device) -> Config:
+    """Tiles as equal as possible for the lengths."""
+    block_q, block_kv = problem.block_sizes or (256, 256)
+
+    def even(length, block):
+        return -(-length // max(schedule.num_tiles(length, block), 1))
+
+    return Config(even(problem.q_len, block_q), even(problem.kv_len, block_kv), split_batch=device.platform == "cpu")
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    """Nothing is declined."""
+    del problem, device
+
+
+BACKEND = Backend("xla", why_not, default_config, forward, backward)
