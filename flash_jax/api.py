@@ -214,6 +214,7 @@ def _prepare(
         dropout_rate=_rate(dropout_rate),
         bias_shape=None if bias is None else bias.shape,
         bias_dtype=None if bias is None else np.dtype(bias.dtype),
+        matmul_precision=jax.config.jax_default_matmul_precision,
         deterministic_backward=deterministic_backward,
         block_sizes=_block_sizes(block_sizes),
     )

@@ -24,6 +24,7 @@ class Problem:
     dropout_rate: probability of dropping; 0 means no dropout.
     bias_shape, bias_dtype: `[1 | batch, 1 | num_heads, 1 | q_len, 1 | kv_len]`, or None without bias.
     mask: the static half of the visibility.
+    matmul_precision: `jax.default_matmul_precision` where `flash_attention` was called; None: float32 products are not rounded.
     deterministic_backward: gradients must be bitwise repeatable.
     block_sizes: (block_q, block_kv) that the user asked for, or None.
     """
@@ -42,6 +43,7 @@ class Problem:
     dropout_rate: float = 0.0
     bias_shape: tuple[int, int, int, int] | None = None
     bias_dtype: np.dtype | None = None
+    matmul_precision: str | None = None
     deterministic_backward: bool = False
     block_sizes: tuple[int, int] | None = None
 
