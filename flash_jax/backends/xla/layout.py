@@ -90,6 +90,8 @@ class Arrays(NamedTuple):
     query: Array  # [..., group, q_len, head_dim]
     key: Array  # [..., 1, kv_len, head_dim]
     value: Array  # [..., 1, kv_len, v_head_dim]
+    key_t: Array  # [..., 1, head_dim, kv_len]
+    value_t: Array  # [..., 1, v_head_dim, kv_len]
     bias: Array | None  # [..., 1 | q_len, 1 | kv_len]
     scale: Array | None  # [..., 1, 1]
     kv_lo: Array  # [..., q_len]
@@ -119,10 +121,13 @@ def arrange(problem: Problem, config: Config, operands: Operands, split: Split) 
     optional = lambda function, x: None if x is None else function(x)
     tiled = lambda x: pad(pad(split.arrange(x), -2, block_q), -1, block_kv)
     by_rows = lambda x, block: pad(split.arrange(x.swapaxes(1, 2)), -2, block)
+    key, value = by_rows(operands.key, block_kv), by_rows(operands.value, block_kv)
     return Arrays(
         query=by_rows(operands.query, block_q),
-        key=by_rows(operands.key, block_kv),
-        value=by_rows(operands.value, block_kv),
+        key=key,
+        value=value,
+        key_t=key.swapaxes(-1, -2),
+        value_t=value.swapaxes(-1, -2),
         bias=optional(tiled, operands.bias),
         scale=optional(lambda x: one_head(x)[..., None, None], operands.scale),
         kv_lo=rows(kv_lo, 0),

@@ -20,84 +20,102 @@ from flash_jax.problem import Operands, Problem
 Array = jax.Array
 
 
-def _dot(problem: Problem, a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Product over one axis each, batched over (batch_inner, head_inner), accumulated in the compute dtype.
+def _dot(problem: Problem, a: Array, b: Array) -> Array:
+    """`[b, h, m, k] . [b, h, k, n] -> [b, h, m, n]`, accumulated in the compute dtype.
 
     float32 stays float32 on hardware whose default is less (TF32, bfloat16 passes), unless the user says otherwise.
     """
     a, b = a.astype(problem.dtype), b.astype(problem.dtype)
-    precision = problem.matmul_precision or (lax.Precision.HIGHEST if problem.dtype.itemsize >= 4 else None)
-    dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=problem.compute_dtype)
+    precision = lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None and problem.dtype.itemsize >= 4 else None
+    return lax.dot_general(a, b, (((3,), (2,)), ((0, 1), (0, 1))), precision=precision, preferred_element_type=problem.compute_dtype)
 
 
-def _dot_rows(problem: Problem, tile: Array, rows: Array) -> Array:
-    """Sum over group and rows: `[b, h, group, q, kv]`, `[b, h, group, q, d]` -> `[b, h, kv, d]`."""
-    b, h, g, q, kv = tile.shape
-    return _dot(problem, tile.reshape(b, h, g * q, kv), rows.reshape(b, h, g * q, rows.shape[-1]), (2, 2))
+def _column(row: Array) -> Array:
+    """Row numbers `[b, h, group, block_q]` beside a tile `[b, h, block_kv, group, block_q]`."""
+    return row[:, :, None]
 
 
-def _clean_keys(seen: Array | None, x: Array) -> Array:
+def _flat_tile(x: Array) -> Array:
+    """`[b, h, block_kv, group, block_q]` as `[b, h, block_kv, group * block_q]`."""
+    return x.reshape(*x.shape[:3], x.shape[3] * x.shape[4])
+
+
+def _rows_matrix(x: Array) -> Array:
+    """`[b, h, group, block_q, dim]` as `[b, h, group * block_q, dim]`."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def _clean_keys(seen: Array | None, x: Array, axis: int) -> Array:
     """Zero the keys of a tile that none of its rows sees: whatever padding holds must not meet 0 * NaN."""
     if seen is None:
         return x
-    return jnp.where(seen.any((2, 3))[..., None], x, jnp.zeros_like(x))
+    used = seen.any((3, 4))
+    return jnp.where(used[:, :, :, None] if axis == 2 else used[:, :, None], x, jnp.zeros_like(x))
 
 
 def _clean_rows(seen: Array | None, x: Array) -> Array:
-    """Zero the rows of a tile that see none of its keys."""
+    """Zero the rows of a tile, `[b, h, group, block_q, dim]`, that see none of its keys."""
     if seen is None:
         return x
-    return jnp.where(seen.any(-1)[..., None], x, jnp.zeros_like(x))
+    return jnp.where(seen.any(2)[..., None], x, jnp.zeros_like(x))
 
 
-def _probs(slot: Slot, s: Array, pivot: Array, weight: Array | None, i: Array) -> Array:
-    p = softmax.probs_from_lse(s, pivot)
-    return p if weight is None else p * slot.row_numbers(weight, i)[..., None]
-
-
-def _scores(slot: Slot, q: Array, k: Array, bias: Array | None, scale, seen: Array | None):
+def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: Array | None):
     """`(qk, s, tanh)` of a tile: products, base-2 logits with -inf where not seen, the soft cap's tanh."""
-    qk = _dot(slot.problem, q, k, (4, 3))
+    qk = _dot(slot.problem, k, q_t)
+    qk = qk.reshape(*qk.shape[:3], slot.split.group, slot.config.block_q)
     s, tanh = logits(qk, scale, slot.problem.logits_soft_cap, bias)
     return qk, s if seen is None else jnp.where(seen, s, -jnp.inf), tanh
+
+
+def _probs(slot: Slot, s: Array, pivot: Array, weight: Array | None) -> Array:
+    p = softmax.probs_from_lse(s, pivot, _column)
+    return p if weight is None else p * _column(weight)
 
 
 def forward(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
     """See `base.Backend.forward`."""
 
     def finish(state: softmax.State):
-        out, lse = softmax.finish(*state)
-        return out.astype(problem.dtype), lse
+        out, lse = softmax.finish(*state, column=_column)
+        return jnp.moveaxis(out, 2, -1).astype(problem.dtype), lse
 
     out, lse = _online_softmax(problem, config, operands, finish)
-    split = Split.of(problem, config, operands)
-    out, lse = (split.restore(x).swapaxes(1, 2)[:, : problem.q_len] for x in (out, lse))
-    return out, lse
+    return _to_user(problem, config, operands, out), _to_user(problem, config, operands, lse)
+
+
+def _to_user(problem: Problem, config: Config, operands: Operands, rows: Array) -> Array:
+    """From the layout, rows padded, to `[batch, q_len, num_heads, ...]`."""
+    return Split.of(problem, config, operands).restore(rows).swapaxes(1, 2)[:, : problem.q_len]
 
 
 def _online_softmax(problem: Problem, config: Config, operands: Operands, finish: Callable[[softmax.State], Any]):
-    """`finish` of each row's state after all its tiles, in the layout, rows padded."""
+    """`finish` of each row's state after all its tiles, in the layout, rows padded; `acc` is `[b, h, v_head_dim, group, block_q]`."""
     acc_dtype = problem.compute_dtype
 
     def one_slot(slot: Slot, visit, carry):
+        a = slot.arrays
+
         def one_q_tile(_, i):
-            q = slot.rows(slot.arrays.query, i)
+            q = slot.rows(a.query, i)
+            q_t = _rows_matrix(q).swapaxes(2, 3)
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
-                k, v = slot.keys(slot.arrays.key, j), _clean_keys(seen, slot.keys(slot.arrays.value, j))
-                _, s, _ = _scores(slot, q, k, slot.bias(i, j), slot.scale(), seen)
+                v_t = _clean_keys(seen, slot.transposed_keys(a.value_t, j), axis=3)
+                _, s, _ = _scores(slot, slot.keys(a.key, j), q_t, slot.bias(i, j), slot.scale(), seen)
                 m, l, acc = state
-                m, pivot, alpha = softmax.rescale(m, s.max(-1))
-                p = softmax.probs(s, pivot)
-                l = l * alpha + p.sum(-1)
-                acc = acc * alpha[..., None] + _dot(problem, slot.drop(p, i, j), v, (4, 2))
-                return softmax.State(m, l, acc)
+                m, pivot, alpha = softmax.rescale(m, s.max(2))
+                p = softmax.probs(s, pivot, _column)
+                l = l * alpha + p.sum(2)
+                part = _dot(problem, v_t, _flat_tile(slot.drop(p, i, j))).reshape(acc.shape)
+                return softmax.State(m, l, acc * _column(alpha) + part)
 
-            rows = q.shape[:-1]
+            b, h, group, block_q, _ = q.shape
             zero = softmax.State(
-                jnp.full(rows, -jnp.inf, acc_dtype), jnp.zeros(rows, acc_dtype), jnp.zeros((*rows, problem.v_head_dim), acc_dtype)
+                jnp.full((b, h, group, block_q), -jnp.inf, acc_dtype),
+                jnp.zeros((b, h, group, block_q), acc_dtype),
+                jnp.zeros((b, h, problem.v_head_dim, group, block_q), acc_dtype),
             )
             return None, finish(visit(i, step, zero))
 
@@ -158,40 +176,44 @@ def backward(
         def one_q_tile(carry, i):
             q_tile, dout_tile = slot.rows(a.query, i), slot.rows(dout, i)
             delta_tile, pivot_tile = slot.row_numbers(delta, i), slot.row_numbers(pivot, i)
+            weight_tile = None if weight is None else slot.row_numbers(weight, i)
 
             def step(j, masked, carry):
                 seen = slot.seen(i, j, masked)
-                q, dout = _clean_rows(seen, q_tile), _clean_rows(seen, dout_tile)
-                k, v = (_clean_keys(seen, slot.keys(x, j)) for x in (a.key, a.value))
-                qk, s, tanh = _scores(slot, q, k, slot.bias(i, j), slot.scale(), seen)
-                p = _probs(slot, s, pivot_tile, weight, i)
-                dp = slot.drop(_dot(problem, dout, v, (4, 3)), i, j)
-                delta = delta_tile + (p * dp).sum(-1) if whole_rows else delta_tile
-                dlogits = softmax.dlogits(p, dp, delta)
+                q, dout = (_rows_matrix(_clean_rows(seen, x)) for x in (q_tile, dout_tile))
+                k, v = (_clean_keys(seen, slot.keys(x, j), axis=2) for x in (a.key, a.value))
+                qk, s, tanh = _scores(slot, k, q.swapaxes(2, 3), slot.bias(i, j), slot.scale(), seen)
+                p = _probs(slot, s, pivot_tile, weight_tile)
+                dp = slot.drop(_dot(problem, v, dout.swapaxes(2, 3)).reshape(p.shape), i, j)
+                delta = delta_tile + (p * dp).sum(2) if whole_rows else delta_tile
+                dlogits = softmax.dlogits(p, dp, delta, _column)
                 ds = dscores(dlogits, tanh)
                 new = dict(carry)
                 if "scale" in carry:
                     new["scale"] = carry["scale"] + (ds * qk).sum((1, 2, 3, 4))
-                ds = ds * slot.scale()
+                ds = _flat_tile(ds * slot.scale())
                 if "query" in carry:
-                    new["query"] = carry["query"] + _dot(problem, ds, k, (4, 2))
+                    k_t = _clean_keys(seen, slot.transposed_keys(a.key_t, j), axis=3)
+                    new["query"] = carry["query"] + _dot(problem, k_t, ds)
                 if "key" in carry:
-                    new["key"] = _add_keys(carry["key"], j, _dot_rows(problem, ds, q))
+                    new["key"] = _add_keys(config, carry["key"], j, _dot(problem, ds, q))
                 if "value" in carry:
-                    new["value"] = _add_keys(carry["value"], j, _dot_rows(problem, slot.drop(p, i, j), dout))
+                    new["value"] = _add_keys(config, carry["value"], j, _dot(problem, _flat_tile(slot.drop(p, i, j)), dout))
                 if "bias" in carry:
-                    new["bias"] = _add_bias(slot, carry["bias"], i, j, dlogits)
+                    new["bias"] = _add_bias(slot, carry["bias"], i, j, jnp.moveaxis(dlogits, 2, -1))
                 return new
 
+            b, h, group, block_q, head_dim = q_tile.shape
             if "query" in wanted:
-                carry = carry | {"query": jnp.zeros(q_tile.shape, acc_dtype)}
+                carry = carry | {"query": jnp.zeros((b, h, head_dim, group * block_q), acc_dtype)}
             carry = visit(i, step, carry)
-            dq = carry.pop("query").astype(problem.dtype) if "query" in wanted else None
+            dq = None
+            if "query" in wanted:
+                dq = carry.pop("query").swapaxes(2, 3).reshape(q_tile.shape).astype(problem.dtype)
             return carry, dq
 
-        carry = {
-            name: jnp.zeros(x.shape[:2] + x.shape[3:], acc_dtype) for name, x in (("key", a.key), ("value", a.value)) if name in wanted
-        }
+        keys = (("key", a.key), ("value", a.value))
+        carry = {name: jnp.zeros(x.shape[:2] + x.shape[3:], acc_dtype) for name, x in keys if name in wanted}
         if "scale" in wanted:
             carry["scale"] = jnp.zeros(split.batch_inner, acc_dtype)
         if dbias is not None:
@@ -200,37 +222,41 @@ def backward(
         dbias = carry.pop("bias", None)
         return dbias, (dq, carry)
 
-    def _add_keys(total, j, part):
-        old = slice_tile(total, 2, j, config.block_kv)
-        if total.shape[2] == 1:
-            return total + part
-        return lax.dynamic_update_slice_in_dim(total, old + part, j * config.block_kv, 2)
-
-    def _add_bias(slot, total, i, j, dlogits):
-        size = (1, 1, *(b if n > 1 else 1 for n, b in zip(total.shape[2:], dlogits.shape, strict=True)))
-        start = [
-            k if n > 1 else 0 for n, k in zip(total.shape, (*slot.index, 0, 0, 0, i * config.block_q, j * config.block_kv), strict=True)
-        ]
-        start = [jnp.int32(n) for n in start]
-        shared = tuple(axis for axis, n in enumerate(size[2:]) if n == 1)
-        part = dlogits.sum(shared, keepdims=True)[None, None]
-        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)
-
     dbias, (dq, others) = over_slots(problem, config, operands, one_slot, dbias)
     gradients = {}
     if "query" in wanted:
-        gradients["query"] = split.restore(rows_from_tiles(dq)).swapaxes(1, 2)[:, : problem.q_len]
+        gradients["query"] = _to_user(problem, config, operands, rows_from_tiles(dq))
     for name in ("key", "value"):
         if name in wanted:
             total = split.restore(others[name][:, :, :, :, None]).swapaxes(1, 2)[:, : problem.kv_len]
             gradients[name] = total.astype(problem.dtype)
-    if "bias" in wanted:
+    if dbias is not None:
+        assert problem.bias_shape is not None
         rows, columns = problem.bias_shape[2:]
         gradients["bias"] = split.restore(dbias)[:, :, :rows, :columns].astype(problem.bias_dtype)
     if "scale" in wanted:
+        assert operands.scale is not None
         by_batch = others["scale"].sum(1).reshape(-1)
         gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
     return gradients
+
+
+def _add_keys(config: Config, total: Array, j: Array, part: Array) -> Array:
+    """Add to key tile `j` of `[b, h, kv_len, dim]`."""
+    if total.shape[2] == 1:
+        return total + part
+    old = slice_tile(total, 2, j, config.block_kv)
+    return lax.dynamic_update_slice_in_dim(total, old + part, j * config.block_kv, 2)
+
+
+def _add_bias(slot: Slot, total: Array, i: Array, j: Array, dlogits: Array) -> Array:
+    """Add a tile `[b, h, group, block_q, block_kv]`, summed over the axes that the bias shares, to the bias's gradient."""
+    size = (1, 1, *(block if n > 1 else 1 for n, block in zip(total.shape[2:], dlogits.shape, strict=True)))
+    at = (*slot.index, 0, 0, 0, i * slot.config.block_q, j * slot.config.block_kv)
+    start = [jnp.int32(k if n > 1 else 0) for n, k in zip(total.shape, at, strict=True)]
+    shared = tuple(axis for axis, n in enumerate(size[2:]) if n == 1)
+    part = dlogits.sum(shared, keepdims=True)[None, None]
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)
 
 
 def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: Array, tangents: dict[str, Array]) -> tuple[Array, Array]:
@@ -255,30 +281,33 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
 
         def one_q_tile(_, i):
             pivot_tile = slot.row_numbers(pivot, i)
+            weight_tile = None if weight is None else slot.row_numbers(weight, i)
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
 
-                def weights(q, k, v, bias, scale):
-                    _, s, _ = _scores(slot, q, k, bias, scale, seen)
-                    p = _probs(slot, s, pivot_tile, weight, i)
-                    return p.sum(-1), _dot(problem, slot.drop(p, i, j), v, (4, 2))
+                def weights(k, q_t, v_t, bias, scale):
+                    _, s, _ = _scores(slot, k, q_t, bias, scale, seen)
+                    p = _probs(slot, s, pivot_tile, weight_tile)
+                    return p.sum(2), _dot(problem, v_t, _flat_tile(slot.drop(p, i, j)))
 
                 def read(a, scale):
                     bias = None if a.bias is None else slot.tile(a.bias, i, j).astype(acc_dtype)
-                    rows = _clean_rows(seen, slot.rows(a.query, i))
-                    keys = (_clean_keys(seen, slot.keys(x, j)) for x in (a.key, a.value))
-                    return (rows, *keys, bias, scale)
+                    q_t = _rows_matrix(_clean_rows(seen, slot.rows(a.query, i))).swapaxes(2, 3)
+                    k = _clean_keys(seen, slot.keys(a.key, j), axis=2)
+                    v_t = _clean_keys(seen, slot.transposed_keys(a.value_t, j), axis=3)
+                    return k, q_t, v_t, bias, scale
 
                 _, (dl, dacc) = jax.jvp(weights, read(a, scale), read(dot, dscale))
                 return state[0] + dl, state[1] + dacc
 
-            rows = pivot_tile.shape
-            zero = jnp.zeros(rows, acc_dtype), jnp.zeros((*rows, problem.v_head_dim), acc_dtype)
-            return None, visit(i, step, zero)
+            b, h, group, block_q = pivot_tile.shape
+            zero = jnp.zeros(pivot_tile.shape, acc_dtype), jnp.zeros((b, h, problem.v_head_dim, group * block_q), acc_dtype)
+            dl, dacc = visit(i, step, zero)
+            return None, (dl, dacc.swapaxes(2, 3).reshape(b, h, group, block_q, -1))
 
         return carry, lax.scan(one_q_tile, None, q_tiles(problem, config))[1]
 
-    _, (dlse, dacc) = over_slots(problem, config, operands, one_slot, None)
-    dlse, dacc = (split.restore(rows_from_tiles(x)).swapaxes(1, 2)[:, : problem.q_len] for x in (dlse, dacc))
+    _, tiles = over_slots(problem, config, operands, one_slot, None)
+    dlse, dacc = (_to_user(problem, config, operands, rows_from_tiles(x)) for x in tiles)
     return (dacc - out.astype(acc_dtype) * dlse[..., None]).astype(problem.dtype), dlse

@@ -15,6 +15,11 @@ from flash_jax.problem import Operands, Problem
 Array = jax.Array
 
 
+def keys_first(x: Array) -> Array:
+    """`[batch_inner, head_inner, group, block_q, block_kv]` as a tile of scores, `[batch_inner, head_inner, block_kv, group, block_q]`."""
+    return jnp.moveaxis(x, -1, 2)
+
+
 class Slot:
     """One slot's operands, read by tile: `i` numbers q tiles, `j` key tiles."""
 
@@ -38,9 +43,13 @@ class Slot:
         """Tile `j` of `[..., 1, kv_len, dim]`, without the group axis."""
         return slice_tile(x, x.ndim - 2, j, self.config.block_kv)[:, :, 0]
 
+    def transposed_keys(self, x: Array, j: Array) -> Array:
+        """Tile `j` of `[..., 1, dim, kv_len]`, without the group axis."""
+        return slice_tile(x, x.ndim - 1, j, self.config.block_kv)[:, :, 0]
+
     def tile(self, x: Array, i: Array, j: Array) -> Array:
-        """Tile `(i, j)` of `[..., 1 | q_len, 1 | kv_len]`."""
-        return slice_tile(self.rows(x, i), x.ndim - 1, j, self.config.block_kv)
+        """Tile `(i, j)` of `[..., 1 | q_len, 1 | kv_len]`, keys before rows as in a tile of scores."""
+        return keys_first(slice_tile(self.rows(x, i), x.ndim - 1, j, self.config.block_kv))
 
     def q_ids(self, i: Array) -> Array:
         return i * self.config.block_q + jnp.arange(self.config.block_q, dtype=jnp.int32)
@@ -58,7 +67,7 @@ class Slot:
 
     def kept(self, i: Array, j: Array) -> Array:
         row_keys = self.row_numbers(self.arrays.dropout_row_keys, i)
-        return dropout.keep(row_keys[..., None], self.kv_ids(j), self.problem.dropout_rate)
+        return dropout.keep(row_keys[:, :, None], self.kv_ids(j)[:, None, None], self.problem.dropout_rate)
 
     def drop(self, x: Array, i: Array, j: Array) -> Array:
         """Dropout on a tile: kept entries times `1 / (1 - rate)`, others 0."""
@@ -67,7 +76,7 @@ class Slot:
         return jnp.where(self.kept(i, j), x * (1 / (1 - self.problem.dropout_rate)), 0)
 
     def by_function(self, n: int, i: Array, j: Array) -> Array:
-        """Mask function `n` on a tile, `[batch_inner, 1 | head_inner, 1 | group, block_q, block_kv]`."""
+        """Mask function `n` on a tile."""
         function, split = self.problem.mask.functions[n], self.split
         heads = (split.head_inner, split.group) if function.reads_head else (1, 1)
         first = self.index[1] * (split.head_inner * split.group)
@@ -87,7 +96,7 @@ class Slot:
         operands = tuple(read(kind, x) for kind, x in zip(function.kinds, self.arrays.functions[n], strict=True))
         batch_ids = self.arrays.batch_ids[:, 0, 0]
         seen = visibility.by_function(function, batch_ids, head_ids, self.q_ids(i), self.kv_ids(j), operands)
-        return seen.reshape(seen.shape[0], *heads, *seen.shape[2:])
+        return keys_first(seen.reshape(seen.shape[0], *heads, *seen.shape[2:]))
 
     def seen(self, i: Array, j: Array, masked: bool) -> Array | None:
         """Visible scores of a tile, broadcastable against it; None where all are."""
@@ -95,13 +104,13 @@ class Slot:
         a = self.arrays
         if masked:
             kv_ids = self.kv_ids(j)
-            terms.append(visibility.in_interval(self.row_numbers(a.kv_lo, i), self.row_numbers(a.kv_hi, i), kv_ids))
+            terms.append(keys_first(visibility.in_interval(self.row_numbers(a.kv_lo, i), self.row_numbers(a.kv_hi, i), kv_ids)))
             if a.q_labels is not None:
                 kv_labels = slice_tile(a.kv_labels, a.kv_labels.ndim - 1, j, self.config.block_kv)
-                terms.append(visibility.equal_labels(self.row_numbers(a.q_labels, i), kv_labels))
+                terms.append(keys_first(visibility.equal_labels(self.row_numbers(a.q_labels, i), kv_labels)))
             terms += [self.tile(x, i, j) for x in a.dense]
             for blocks, sizes in zip(a.blocks, self.problem.mask.block_sizes, strict=True):
-                terms.append(visibility.in_blocks(blocks, sizes, self.q_ids(i), kv_ids))
+                terms.append(keys_first(visibility.in_blocks(blocks, sizes, self.q_ids(i), kv_ids)))
             terms += [self.by_function(n, i, j) for n in range(len(a.functions))]
         if a.bias is not None:
             terms.append(self.tile(a.bias, i, j) > -jnp.inf)
@@ -130,7 +139,7 @@ class Slot:
         problem, config = self.problem, self.config
 
         def kind(i, j):
-            inside = (self.q_ids(i) < problem.q_len)[:, None] & (self.kv_ids(j) < problem.kv_len)
+            inside = (self.kv_ids(j) < problem.kv_len)[:, None, None] & (self.q_ids(i) < problem.q_len)
             seen = self.by_function(n, i, j)
             return jnp.where(jnp.any(seen & inside), jnp.where(jnp.all(seen | ~inside), schedule.FULL, schedule.PARTIAL), schedule.EMPTY)
 
@@ -162,7 +171,8 @@ def _loop(config: Config, lower, upper, length: int, body: Callable[[Array, Any]
 def over_slots(problem: Problem, config: Config, operands: Operands, body, carry):
     """Scan `body(slot, visit, carry) -> (carry, results)` over the slots.
 
-    `visit(i, step, state)` runs `step(j, masked, state)` over the tiles of q tile `i`. Returns the carry and the results, stacked by slot and unfolded into the layout's two leading axes.
+    `visit(i, step, state)` runs `step(j, masked, state)` over the tiles of q tile `i`. Returns the carry, and the results
+    stacked by slot, unfolded into the layout's two leading axes.
     """
     split = Split.of(problem, config, operands)
     arrays = arrange(problem, config, operands, split)
