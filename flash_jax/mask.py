@@ -272,7 +272,8 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
     if dynamic.is_used:
         lo, hi = dynamic.bounds(rule, static, shape.q_len)
         operands, rule = operands._replace(kv_lo=lo, kv_hi=hi), None
-    return Visibility(MaskSpec(rule, tuple(functions), tuple(block_sizes)), operands)
+    spec = MaskSpec(rule, bool(segments), len(operands.dense), tuple(block_sizes), tuple(functions))
+    return Visibility(spec, operands)
 
 
 def _equal_labels(batch, head, q_id, kv_id, q_label, kv_label):

@@ -85,11 +85,29 @@ class MaskFunction:
 
 
 class MaskSpec(NamedTuple):
-    """The static half of a `Visibility`: hashable, part of `Problem`."""
+    """The static half of a `Visibility`: hashable, part of `Problem`.
 
-    rule: RowRule | None  # None: the bounds are operands
+    rule: the interval, or None when the bounds are operands.
+    has_labels: the operands have q_labels and kv_labels.
+    num_dense: how many boolean arrays they have.
+    block_sizes: (block_q, block_kv) of each block map.
+    """
+
+    rule: RowRule | None
+    has_labels: bool = False
+    num_dense: int = 0
+    block_sizes: tuple[tuple[int, int], ...] = ()
     functions: tuple[MaskFunction, ...] = ()
-    block_sizes: tuple[tuple[int, int], ...] = ()  # (block_q, block_kv) of each block map
+
+    @property
+    def is_interval(self) -> bool:
+        """The interval is all there is."""
+        return not (self.has_labels or self.num_dense or self.block_sizes or self.functions)
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Known before tracing: every row sees every key."""
+        return self.is_interval and self.rule is not None and self.rule.is_trivial
 
 
 class MaskOperands(NamedTuple):

@@ -17,8 +17,12 @@ __all__ = ["BACKEND", "Config", "default_config", "jvp"]
 
 
 def default_config(problem: Problem, device: Device) -> Config:
-    """Tiles as equal as possible for the lengths."""
-    block_q, block_kv = problem.block_sizes or (256, 256)
+    """256 x 256, or rows in one piece where a short full row needs no online softmax; as equal as possible for the lengths.
+
+    measured: benchmarks/cpu.py
+    """
+    short = problem.mask.hides_nothing and problem.kv_len <= 512
+    block_q, block_kv = problem.block_sizes or ((128, 512) if short else (256, 256))
 
     def even(length, block):
         return -(-length // max(schedule.num_tiles(length, block), 1))

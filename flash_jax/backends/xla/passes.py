@@ -13,7 +13,7 @@ from jax import lax
 
 from flash_jax import softmax
 from flash_jax.backends.xla.layout import Config, Split, arrange, pad, rows_from_tiles, slice_tile
-from flash_jax.backends.xla.tiles import Slot, over_slots, q_tiles
+from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles
 from flash_jax.logits import dscores, logits
 from flash_jax.problem import Operands, Problem
 
@@ -45,27 +45,12 @@ def _rows_matrix(x: Array) -> Array:
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def _clean_keys(seen: Array | None, x: Array, axis: int) -> Array:
-    """Zero the keys of a tile that none of its rows sees: whatever padding holds must not meet 0 * NaN."""
-    if seen is None:
-        return x
-    used = seen.any((3, 4))
-    return jnp.where(used[:, :, :, None] if axis == 2 else used[:, :, None], x, jnp.zeros_like(x))
-
-
-def _clean_rows(seen: Array | None, x: Array) -> Array:
-    """Zero the rows of a tile, `[b, h, group, block_q, dim]`, that see none of its keys."""
-    if seen is None:
-        return x
-    return jnp.where(seen.any(2)[..., None], x, jnp.zeros_like(x))
-
-
-def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: Array | None):
+def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: Seen | AllSeen):
     """`(qk, s, tanh)` of a tile: products, base-2 logits with -inf where not seen, the soft cap's tanh."""
     qk = _dot(slot.problem, k, q_t)
     qk = qk.reshape(*qk.shape[:3], slot.split.group, slot.config.block_q)
     s, tanh = logits(qk, scale, slot.problem.logits_soft_cap, bias)
-    return qk, s if seen is None else jnp.where(seen, s, -jnp.inf), tanh
+    return qk, s if seen.scores is None else jnp.where(seen.scores, s, -jnp.inf), tanh
 
 
 def _probs(slot: Slot, s: Array, pivot: Array, weight: Array | None) -> Array:
@@ -102,7 +87,7 @@ def _online_softmax(problem: Problem, config: Config, operands: Operands, finish
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
-                v_t = _clean_keys(seen, slot.transposed_keys(a.value_t, j), axis=3)
+                v_t = seen.clean_keys(slot.transposed_keys(a.value_t, j), axis=3)
                 _, s, _ = _scores(slot, slot.keys(a.key, j), q_t, slot.bias(i, j), slot.scale(), seen)
                 m, l, acc = state
                 m, pivot, alpha = softmax.rescale(m, s.max(2))
@@ -180,8 +165,8 @@ def backward(
 
             def step(j, masked, carry):
                 seen = slot.seen(i, j, masked)
-                q, dout = (_rows_matrix(_clean_rows(seen, x)) for x in (q_tile, dout_tile))
-                k, v = (_clean_keys(seen, slot.keys(x, j), axis=2) for x in (a.key, a.value))
+                q, dout = (_rows_matrix(seen.clean_rows(x)) for x in (q_tile, dout_tile))
+                k, v = (seen.clean_keys(slot.keys(x, j), axis=2) for x in (a.key, a.value))
                 qk, s, tanh = _scores(slot, k, q.swapaxes(2, 3), slot.bias(i, j), slot.scale(), seen)
                 p = _probs(slot, s, pivot_tile, weight_tile)
                 dp = slot.drop(_dot(problem, v, dout.swapaxes(2, 3)).reshape(p.shape), i, j)
@@ -193,7 +178,7 @@ def backward(
                     new["scale"] = carry["scale"] + (ds * qk).sum((1, 2, 3, 4))
                 ds = _flat_tile(ds * slot.scale())
                 if "query" in carry:
-                    k_t = _clean_keys(seen, slot.transposed_keys(a.key_t, j), axis=3)
+                    k_t = seen.clean_keys(slot.transposed_keys(a.key_t, j), axis=3)
                     new["query"] = carry["query"] + _dot(problem, k_t, ds)
                 if "key" in carry:
                     new["key"] = _add_keys(config, carry["key"], j, _dot(problem, ds, q))
@@ -293,9 +278,9 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
 
                 def read(a, scale):
                     bias = None if a.bias is None else slot.tile(a.bias, i, j).astype(acc_dtype)
-                    q_t = _rows_matrix(_clean_rows(seen, slot.rows(a.query, i))).swapaxes(2, 3)
-                    k = _clean_keys(seen, slot.keys(a.key, j), axis=2)
-                    v_t = _clean_keys(seen, slot.transposed_keys(a.value_t, j), axis=3)
+                    q_t = _rows_matrix(seen.clean_rows(slot.rows(a.query, i))).swapaxes(2, 3)
+                    k = seen.clean_keys(slot.keys(a.key, j), axis=2)
+                    v_t = seen.clean_keys(slot.transposed_keys(a.value_t, j), axis=3)
                     return k, q_t, v_t, bias, scale
 
                 _, (dl, dacc) = jax.jvp(weights, read(a, scale), read(dot, dscale))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,40 @@ Array = jax.Array
 def keys_first(x: Array) -> Array:
     """`[batch_inner, head_inner, group, block_q, block_kv]` as a tile of scores, `[batch_inner, head_inner, block_kv, group, block_q]`."""
     return jnp.moveaxis(x, -1, 2)
+
+
+class Seen(NamedTuple):
+    """What is visible of a tile, broadcastable against it.
+
+    scores: booleans `[batch_inner, head_inner, block_kv, group, block_q]`.
+    keys: which keys some row of the tile sees, `[batch_inner, head_inner, block_kv]`.
+    rows: which rows see some key of the tile, `[batch_inner, head_inner, group, block_q]`.
+    """
+
+    scores: Array
+    keys: Array
+    rows: Array
+
+    def clean_keys(self, x: Array, axis: int) -> Array:
+        """Zero the keys, on `axis` of a matrix, that no row sees: whatever padding holds must not meet 0 * NaN."""
+        return jnp.where(jnp.expand_dims(self.keys, 5 - axis), x, jnp.zeros_like(x))
+
+    def clean_rows(self, x: Array) -> Array:
+        """Zero the rows of `[batch_inner, head_inner, group, block_q, dim]` that see no key."""
+        return jnp.where(self.rows[..., None], x, jnp.zeros_like(x))
+
+
+class AllSeen(NamedTuple):
+    """Every score of the tile is visible."""
+
+    scores: None = None
+
+    def clean_keys(self, x: Array, axis: int) -> Array:
+        del axis
+        return x
+
+    def clean_rows(self, x: Array) -> Array:
+        return x
 
 
 class Slot:
@@ -98,13 +132,16 @@ class Slot:
         seen = visibility.by_function(function, batch_ids, head_ids, self.q_ids(i), self.kv_ids(j), operands)
         return keys_first(seen.reshape(seen.shape[0], *heads, *seen.shape[2:]))
 
-    def seen(self, i: Array, j: Array, masked: bool) -> Array | None:
-        """Visible scores of a tile, broadcastable against it; None where all are."""
+    def seen(self, i: Array, j: Array, masked: bool) -> Seen | AllSeen:
+        """What is visible of a tile; `masked` unless the schedule knows that the mask hides none of it."""
         terms = []
         a = self.arrays
         if masked:
             kv_ids = self.kv_ids(j)
-            terms.append(keys_first(visibility.in_interval(self.row_numbers(a.kv_lo, i), self.row_numbers(a.kv_hi, i), kv_ids)))
+            kv_lo, kv_hi = self.row_numbers(a.kv_lo, i), self.row_numbers(a.kv_hi, i)
+            terms.append(keys_first(visibility.in_interval(kv_lo, kv_hi, kv_ids)))
+            if self.problem.mask.is_interval and a.bias is None:
+                return Seen(terms[0], *self._seen_of_intervals(kv_lo, kv_hi, kv_ids))
             if a.q_labels is not None:
                 kv_labels = slice_tile(a.kv_labels, a.kv_labels.ndim - 1, j, self.config.block_kv)
                 terms.append(keys_first(visibility.equal_labels(self.row_numbers(a.q_labels, i), kv_labels)))
@@ -114,7 +151,17 @@ class Slot:
             terms += [self.by_function(n, i, j) for n in range(len(a.functions))]
         if a.bias is not None:
             terms.append(self.tile(a.bias, i, j) > -jnp.inf)
-        return functools.reduce(jnp.logical_and, terms) if terms else None
+        if not terms:
+            return AllSeen()
+        scores = functools.reduce(jnp.logical_and, terms)
+        return Seen(scores, scores.any((3, 4)), scores.any(2))
+
+    def _seen_of_intervals(self, kv_lo: Array, kv_hi: Array, kv_ids: Array) -> tuple[Array, Array]:
+        """`Seen.keys` and `Seen.rows` without a reduction over the tile: the intervals of successive rows leave no gap."""
+        rows = jnp.maximum(kv_lo, kv_ids[0]) < jnp.minimum(kv_hi, kv_ids[-1] + 1)
+        first = jnp.where(rows, kv_lo, self.problem.kv_len).min((2, 3))
+        last = jnp.where(rows, kv_hi, 0).max((2, 3))
+        return (first[..., None] <= kv_ids) & (kv_ids < last[..., None]), rows
 
     def kinds(self) -> Array:
         """Kind of each tile, int8 `[num_q_tiles, num_kv_tiles]`: empty or full where it is for all batch entries and heads."""
@@ -148,13 +195,6 @@ class Slot:
         return lax.map(lambda i: lax.map(lambda j: kind(i, j), kv_tiles), tiles(problem.q_len, config.block_q))
 
 
-def _all_full(problem: Problem, config: Config, operands: Operands) -> bool:
-    """Known before tracing that no tile needs a mask."""
-    spec, mask = problem.mask, operands.mask
-    predicates = mask.q_labels is not None or mask.dense or mask.blocks or mask.functions
-    return spec.rule is not None and spec.rule.is_trivial and not predicates and problem.kv_len % config.block_kv == 0
-
-
 def _loop(config: Config, lower, upper, length: int, body: Callable[[Array, Any], Any], carry):
     """`carry = body(t, carry)` for `lower <= t < upper`, at most `length` times."""
     if not config.static_loops:
@@ -176,14 +216,16 @@ def over_slots(problem: Problem, config: Config, operands: Operands, body, carry
     """
     split = Split.of(problem, config, operands)
     arrays = arrange(problem, config, operands, split)
-    all_full = _all_full(problem, config, operands)
+    all_full = problem.mask.hides_nothing and problem.kv_len % config.block_kv == 0
     num_kv_tiles = schedule.num_tiles(problem.kv_len, config.block_kv)
 
     def one_slot(carry, number):
         slot = Slot(problem, config, split, arrays, number)
-        lists = None if all_full else schedule.tile_lists(slot.kinds())
+        lists = None if all_full or num_kv_tiles == 1 else schedule.tile_lists(slot.kinds())
 
         def visit(i, step, state):
+            if num_kv_tiles == 1:
+                return step(jnp.int32(0), not all_full, state)
             if lists is None:
                 return _loop(config, jnp.int32(0), jnp.int32(num_kv_tiles), num_kv_tiles, lambda t, s: step(t, False, s), state)
             index, full_end, end = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in lists)
