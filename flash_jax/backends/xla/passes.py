@@ -26,7 +26,7 @@ def _dot(problem: Problem, a: Array, b: Array) -> Array:
     float32 stays float32 on hardware whose default is less (TF32, bfloat16 passes), unless the user says otherwise.
     """
     a, b = a.astype(problem.dtype), b.astype(problem.dtype)
-    precision = lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None and problem.dtype.itemsize >= 4 else None
+    precision = problem.matmul_precision or (lax.Precision.HIGHEST if problem.dtype.itemsize >= 4 else None)
     return lax.dot_general(a, b, (((3,), (2,)), ((0, 1), (0, 1))), precision=precision, preferred_element_type=problem.compute_dtype)
 
 
