@@ -54,7 +54,8 @@ def interval(rule: RowRule, q_ids, offset, prefix):
         end = position + (rule.right + 1)
         hi = jnp.minimum(hi, end if prefix is None else jnp.maximum(end, prefix))
     if rule.chunk is not None:
-        start = position - jax.lax.rem(jax.lax.rem(position, rule.chunk) + rule.chunk, rule.chunk)
+        size = jnp.int32(rule.chunk)
+        start = position - jax.lax.rem(jax.lax.rem(position, size) + size, size)  # the remainder of a negative position is positive
         lo, hi = jnp.maximum(lo, start), jnp.minimum(hi, start + rule.chunk)
     lo = jnp.minimum(lo, rule.kv_len)
     return lo, jnp.maximum(hi, lo)

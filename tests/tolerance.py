@@ -1,0 +1,21 @@
+"""The one tolerance of the whole suite."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_as_exact_as_unfused(name: str, got, unfused, expected, dtype) -> None:
+    """The error of `got` is at most twice that of the unfused computation in the same dtype, plus 8 roundings of the largest value.
+
+    Errors are in the max norm against `expected`, computed in float64. Where `expected` is infinite, `got` must be the same infinity.
+    """
+    got, unfused, expected = (np.asarray(x, np.float64) for x in (got, unfused, expected))
+    assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(got[~finite], expected[~finite], err_msg=name)
+    got, unfused, expected = got[finite], unfused[finite], expected[finite]
+    if not expected.size:
+        return
+    error = lambda x: np.abs(x - expected).max()
+    allowed = 2 * error(unfused) + 8 * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
+    assert error(got) <= allowed, f"{name}: error {error(got):.3g}, allowed {allowed:.3g}"
