@@ -53,7 +53,7 @@ def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: S
     return qk, s if seen.scores is None else jnp.where(seen.scores, s, -jnp.inf), tanh
 
 
-def _probs(slot: Slot, s: Array, pivot: Array, weight: Array | None) -> Array:
+def _probs(s: Array, pivot: Array, weight: Array | None) -> Array:
     p = softmax.probs_from_lse(s, pivot, _column)
     return p if weight is None else p * _column(weight)
 
@@ -109,6 +109,22 @@ def _online_softmax(problem: Problem, config: Config, operands: Operands, finish
     return jax.tree.map(rows_from_tiles, over_slots(problem, config, operands, one_slot, None)[1])
 
 
+def _whole_rows(problem: Problem, config: Config) -> bool:
+    """A tile holds whole rows: the backward then normalises them anew, and `sum(p * dp)` stands for `sum(out * dout)`.
+
+    That is as exact as the unfused softmax, where an lse of 1e4 has lost a thousandth of its probabilities.
+    """
+    return config.block_kv >= problem.kv_len
+
+
+def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from a tile of whole rows."""
+    m = s.max(2)
+    pivot = jnp.where(m == -jnp.inf, jnp.inf, m)
+    l = softmax.probs(s, pivot, _column).sum(2)
+    return pivot, jnp.where(l > 0, 1 / jnp.where(l > 0, l, 1), 0)
+
+
 _LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
 
 
@@ -118,7 +134,7 @@ def _row_weights(problem: Problem, config: Config, operands: Operands, lse_rows:
     A finite bias of -1e9 on a whole row makes an lse that has lost log(l): then the rows' states are computed once more.
     """
     pivot = softmax.lse_pivot(lse_rows)
-    if operands.bias is None:
+    if operands.bias is None or _whole_rows(problem, config):
         return pivot, None
 
     def from_states(_):
@@ -142,7 +158,7 @@ def backward(
     acc_dtype = problem.compute_dtype
     split = Split.of(problem, config, operands)
     delta = -jnp.where(lse == -jnp.inf, 0, dlse)
-    whole_rows = config.block_kv >= problem.kv_len  # then sum(out * dout) is sum(p * dp), without out's rounding
+    whole_rows = _whole_rows(problem, config)
     if not whole_rows:
         delta += (out.astype(acc_dtype) * dout.astype(acc_dtype)).sum(-1)
     dout_rows, delta_rows = _rows_layout(split, config, dout), _rows_layout(split, config, delta)
@@ -168,7 +184,7 @@ def backward(
                 q, dout = (_rows_matrix(seen.clean_rows(x)) for x in (q_tile, dout_tile))
                 k, v = (seen.clean_keys(slot.keys(x, j), axis=2) for x in (a.key, a.value))
                 qk, s, tanh = _scores(slot, k, q.swapaxes(2, 3), slot.bias(i, j), slot.scale(), seen)
-                p = _probs(slot, s, pivot_tile, weight_tile)
+                p = _probs(s, *(_weights_of_whole_rows(s) if whole_rows else (pivot_tile, weight_tile)))
                 dp = slot.drop(_dot(problem, v, dout.swapaxes(2, 3)).reshape(p.shape), i, j)
                 delta = delta_tile + (p * dp).sum(2) if whole_rows else delta_tile
                 dlogits = softmax.dlogits(p, dp, delta, _column)
@@ -256,6 +272,7 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
     dotted = operands._replace(
         **{name: jnp.zeros_like(x) for name in ("query", "key", "value", "bias", "scale") if (x := getattr(operands, name)) is not None}
     )
+    whole_rows = _whole_rows(problem, config)
     dotted = arrange(problem, config, dotted._replace(**tangents), split)
 
     def one_slot(slot: Slot, visit, carry):
@@ -273,7 +290,7 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
 
                 def weights(k, q_t, v_t, bias, scale):
                     _, s, _ = _scores(slot, k, q_t, bias, scale, seen)
-                    p = _probs(slot, s, pivot_tile, weight_tile)
+                    p = _probs(s, *row_weights)
                     return p.sum(2), _dot(problem, v_t, _flat_tile(slot.drop(p, i, j)))
 
                 def read(a, scale):
@@ -283,7 +300,12 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
                     v_t = seen.clean_keys(slot.transposed_keys(a.value_t, j), axis=3)
                     return k, q_t, v_t, bias, scale
 
-                _, (dl, dacc) = jax.jvp(weights, read(a, scale), read(dot, dscale))
+                point = read(a, scale)
+                row_weights = pivot_tile, weight_tile
+                if whole_rows:
+                    k, q_t, _, *rest = point
+                    row_weights = _weights_of_whole_rows(_scores(slot, k, q_t, *rest, seen)[1])
+                _, (dl, dacc) = jax.jvp(weights, point, read(dot, dscale))
                 return state[0] + dl, state[1] + dacc
 
             b, h, group, block_q = pivot_tile.shape
