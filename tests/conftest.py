@@ -1,0 +1,45 @@
+"""Options of the test suite, and where it runs: on two CPU devices, or with --device on what the machine has."""
+
+import os
+
+import hypothesis
+
+OPT_IN = {  # marker: what --marker runs in addition
+    "slow": "tests that take more than about 20 seconds",
+    "aot": "tests that compile kernels for hardware that is not there",
+    "device": "all tests, those that need an accelerator included, on this machine's accelerator instead of two CPU devices",
+}
+
+# A first example compiles, so its time says nothing; CI sees the same examples in every run.
+hypothesis.settings.register_profile(
+    "flash_jax", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("flash_jax")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("flash_jax")
+    for marker, what in OPT_IN.items():
+        group.addoption(f"--{marker}", action="store_true", help=f"run {what}")
+
+
+def pytest_configure(config):
+    if config.getoption("--device"):
+        return
+    # Read when jax is imported, and inherited by the processes that tests start.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+
+
+def pytest_report_header(config):
+    import jax  # not before pytest_configure
+
+    return f"jax {jax.__version__} on {len(jax.devices())} x {jax.devices()[0].device_kind}"
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = {marker for marker in OPT_IN if not config.getoption(f"--{marker}")}
+    deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]
