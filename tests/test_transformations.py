@@ -1,0 +1,291 @@
+"""What JAX does to functions, done to `flash_attention`: values are checked, and no transformation loses the skipping."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BY_NAME
+from counting import counted_tiles
+from jax import export
+from jax.sharding import Mesh as DeviceMesh
+from jax.sharding import NamedSharding, PartitionSpec
+from oracle import differentiable, reference_attention
+
+from flash_jax import Mask, flash_attention
+
+P = PartitionSpec
+attention = functools.partial(flash_attention, implementation="xla", block_sizes=(16, 16))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def qkv(length=40, batch=2, heads=2, head_dim=8, seed=0):
+    return tuple(normal(seed + n, batch, length, heads, head_dim) for n in range(3))
+
+
+def close(a, b, tolerance=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(y).max()))), a, b)
+
+
+def gradients(f, *args):
+    """Gradients of a loss that weighs every output differently."""
+    loss = lambda *a: sum((x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in jax.tree.leaves(f(*a)))
+    return jax.grad(loss, tuple(range(len(args))))(*args)
+
+
+# ------------------------------------------------------------------------------------------------------------- vmap
+AXES = {
+    "all": (0, 0, 0, 0),
+    "query": (0, None, None, None),
+    "bias": (None, None, None, 0),
+    "key_value_last": (None, -1, 1, None),
+    "query_bias": (2, None, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_vmap_equals_a_loop(name):
+    axes = AXES[name]
+    shapes = ((2, 20, 2, 8), (2, 24, 1, 8), (2, 24, 1, 8), (1, 2, 1, 24))
+    stack = lambda x, axis, seed: x if axis is None else jnp.stack([x, normal(seed, *x.shape)], axis)
+    args = [stack(normal(n, *shape), axis, 10 + n) for n, (shape, axis) in enumerate(zip(shapes, axes, strict=True))]
+    f = lambda q, k, v, bias: attention(q, k, v, bias, is_causal=True, return_residual=True)
+    value_and_grad = lambda *a: (f(*a), gradients(f, *a))
+    pick = lambda n: [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(args, axes, strict=True)]
+    loop = jax.tree.map(lambda *x: jnp.stack(x), *[value_and_grad(*pick(n)) for n in range(2)])
+    close(jax.jit(jax.vmap(value_and_grad, axes))(*args), loop)
+
+
+def test_vmap_over_everything_else():
+    """Lengths, offset, scale, dropout key, mask arrays and sinks, mapped or not, twice nested; labels and functions closed over."""
+    q, k, v = qkv(24)
+    lengths = jnp.array([[[24, 3], [7, 20]], [[0, 24], [11, 12]]])
+    scale, keys, sinks = jnp.array([0.2, 0.9]), jax.random.split(jax.random.key(1), 2), normal(5, 2, 2)
+    random = np.random.default_rng(0)
+    labels, dense = jnp.asarray(random.integers(0, 2, (2, 24))), jnp.asarray(random.random((2, 2, 1, 1, 24)) < 0.7)
+
+    def f(lengths, scale, key, dense, sinks):
+        mask = Mask.from_function(lambda b, h, i, j: labels[b, i] >= labels[b, j]) & Mask.segments(labels, labels) & Mask.lengths(lengths)
+        options = {"q_offset": lengths, "sinks": sinks, "dropout_rate": 0.2, "dropout_key": key, "mask": mask}
+        out = attention(q, k, v, key_value_seq_lengths=lengths, scale=scale, is_causal=True, **options)
+        return out + attention(q, k, v, mask=dense)
+
+    inner = jax.vmap(f, (0, None, 0, None, None))
+    mapped = jax.jit(jax.vmap(inner, (0, 0, None, 1, 0)))(lengths, scale, keys, dense, sinks)
+    for a in range(2):
+        for b in range(2):
+            close(mapped[a, b], f(lengths[a, b], scale[a], keys[b], dense[:, a], sinks[a]))
+
+
+LENGTHS = jnp.array([96, 5, 40, 17, 64, 1, 80, 33])
+
+
+@pytest.mark.parametrize("how", ["batch", "vmap"])
+def test_sequences_of_different_length_execute_their_own_tiles(how, monkeypatch):
+    """16 x 16 tiles of 8 sequences of at most 96 keys: each visits its causal tiles below its length, and no others."""
+    q, k, v = (x[:, :, :1] for x in qkv(96, batch=8))
+    per_sequence = [sum(min(i + 1, -(-int(n) // 16)) for i in range(6)) for n in LENGTHS]
+
+    def one(q, k, v, n):
+        return attention(q[None], k[None], v[None], is_causal=True, key_value_seq_lengths=n[None])[0]
+
+    with counted_tiles(monkeypatch) as tiles:
+        f = jax.vmap(one) if how == "vmap" else lambda q, k, v, n: attention(q, k, v, is_causal=True, key_value_seq_lengths=n)
+        jax.block_until_ready(jax.jit(lambda *a: gradients(lambda q, k, v: f(q, k, v, LENGTHS), *a))(q, k, v))
+        jax.effects_barrier()
+        assert (tiles.forward, tiles.backward) == (sum(per_sequence), sum(per_sequence))
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoint, scan
+SAVED = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [(SAVED, 1), (jax.checkpoint_policies.nothing_saveable, 2)], ids=["names", "nothing"])
+def test_saving_the_named_residuals_saves_the_forward(policy, forwards, monkeypatch):
+    args = qkv(16)
+
+    def layer(q, k, v):
+        return jnp.tanh(attention(jnp.sin(q), k, v, is_causal=True))
+
+    run = lambda f: jax.jit(jax.value_and_grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1, 2)))(*args)
+    expected = run(layer)
+    with counted_tiles(monkeypatch) as tiles:
+        got = run(jax.checkpoint(layer, policy=policy))
+        jax.block_until_ready(got)
+        jax.effects_barrier()
+        per_pass = 2  # one tile for each of the two batch entries
+        assert (tiles.forward, tiles.backward) == (forwards * per_pass, per_pass)
+    close(got, expected)
+
+
+def test_scan_over_layers_with_a_mask_in_the_carry():
+    x, _, _ = qkv(24)
+    weights, lengths = 0.3 * normal(9, 3, 8, 8), jnp.array([[24, 24], [9, 20], [3, 1]])
+    layer = lambda h, w, mask: h + attention(h @ w, h, h, mask=mask, is_causal=True)
+
+    def unrolled(x, weights):
+        for n in range(3):
+            x = layer(x, weights[n], Mask.lengths(key=lengths[n]))
+        return x
+
+    def scanned(x, weights):
+        step = lambda h, layer_inputs: (layer(h, *layer_inputs), None)
+        return jax.lax.scan(jax.checkpoint(step), x, (weights, Mask.lengths(key=lengths)))[0]
+
+    close(jax.jit(lambda *a: gradients(scanned, *a))(x, weights), gradients(unrolled, x, weights))
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+def _mesh():
+    if len(jax.devices()) < 2:
+        pytest.fail("these tests need two devices; tests/conftest.py makes two of a CPU")
+    return DeviceMesh(np.array(jax.devices()[:2]), ("x",))
+
+
+def _biased(q, k, v, bias):
+    return attention(q, k, v, bias, is_causal=True, key_value_seq_lengths=jnp.array([40] * q.shape[0]))
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads"])
+def test_shard_map_checks_and_sums_the_replicated_bias(axis):
+    args = (*qkv(40), normal(7, 1, 1, 40, 40))
+    spec = P("x") if axis == "batch" else P(None, None, "x")
+    mapped = jax.shard_map(_biased, mesh=_mesh(), in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=True)
+    close(jax.jit(mapped)(*args), _biased(*args))
+    close(jax.jit(lambda *a: gradients(mapped, *a))(*args), gradients(_biased, *args))
+
+
+def test_shard_map_jvp():
+    args = qkv(40)
+    f = lambda q, k, v: attention(q, k, v, is_causal=True)
+    mapped = jax.shard_map(f, mesh=_mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    tangents = qkv(40, seed=5)
+    close(jax.jit(lambda *t: jax.jvp(mapped, args, t))(*tangents), jax.jvp(f, args, tangents))
+
+
+def test_jit_over_sharded_arrays():
+    mesh = _mesh()
+    args = (*qkv(40), normal(7, 1, 2, 40, 40))
+    put = [jax.device_put(x, NamedSharding(mesh, P("x") if n < 3 else P())) for n, x in enumerate(args)]
+    close(jax.jit(_biased)(*put), _biased(*args))
+    close(jax.jit(lambda *a: gradients(_biased, *a))(*put), gradients(_biased, *args))
+
+
+# -------------------------------------------------------------------------------------------------- export, x64, eager
+def test_export_round_trip():
+    args = qkv(40)
+    f = jax.jit(lambda *a: gradients(lambda q, k, v: attention(q, k, v, is_causal=True), *a))
+    exported = export.deserialize(export.export(f)(*args).serialize())
+    close(exported.call(*args), f(*args), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_x64_mode_changes_nothing(dtype):
+    arguments, _, _ = BY_NAME["everything"].build()
+    arguments = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in arguments.items()}
+    names = differentiable(arguments)
+
+    def run(arrays):
+        f = lambda a: flash_attention(**(arguments | a), return_residual=True, block_sizes=(32, 32))
+        values, pullback = jax.vjp(f, arrays)
+        return values, pullback(jax.tree.map(jnp.ones_like, values))
+
+    arrays = {n: arguments[n] for n in names}
+    narrow = run(arrays)
+    with jax.enable_x64(True):
+        wide = run(arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), wide, narrow)
+    close(
+        jax.tree.map(lambda x: x.astype(jnp.float32), wide),
+        jax.tree.map(lambda x: x.astype(jnp.float32), narrow),
+        1e-2 if dtype == "bfloat16" else 2e-5,
+    )
+
+
+def test_one_compilation_for_all_lengths():
+    q, k, v = qkv(24)
+    count = 0
+
+    @jax.jit
+    def f(n, labels):
+        nonlocal count
+        count += 1
+        return attention(q, k, v, key_value_seq_lengths=n, q_segment_ids=labels, kv_segment_ids=labels)
+
+    for n in range(3):
+        f(jnp.array([n, 24 - n]), jnp.full((2, 24), n))
+    assert count == 1
+
+
+def test_repeats_bitwise():
+    args = qkv(100, heads=4)
+    f = jax.jit(lambda *a: gradients(lambda q, k, v: attention(q, k, v, is_causal=True), *a))
+    first = f(*args)
+    for _ in range(3):
+        jax.tree.map(np.testing.assert_array_equal, f(*args), first)
+
+
+# ----------------------------------------------------------------------------------------------- other derivatives
+HARD = ["everything", "function_over_captured", "blocks_by_head", "bias_rows_gqa", "sinks_empty_rows"]
+
+
+def _problem(name):
+    """A case as functions of its differentiable arrays, ours and the reference's, without infinities."""
+    arguments, _, _ = BY_NAME[name].build()
+    names = differentiable(arguments)
+    fixed = {n: x for n, x in arguments.items() if n not in names}
+    finite = lambda pair: (pair[0], jnp.where(jnp.isfinite(pair[1]), pair[1], 0))
+    ours = lambda a: finite(flash_attention(**fixed, **a, return_residual=True, implementation="xla", block_sizes=(32, 48)))
+    dense = lambda a: finite(reference_attention(**fixed, **a))
+    arrays = {n: arguments[n] for n in names}
+    tangents = {n: normal(m, *x.shape).astype(x.dtype) for m, (n, x) in enumerate(arrays.items())}
+    return ours, dense, arrays, tangents
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_forward_mode(name):
+    ours, dense, arrays, tangents = _problem(name)
+    push = lambda f: jax.jit(lambda a, t: jax.jvp(f, (a,), (t,)))(arrays, tangents)
+    close(push(ours), push(dense))
+
+
+def _loss(f):
+    return lambda a: sum((x**2).sum() for x in f(a))
+
+
+@pytest.mark.parametrize("order", ["reverse_over_reverse", "forward_over_reverse", "reverse_over_forward"])
+@pytest.mark.parametrize("name", ["everything", "causal_more_rows"])
+def test_hessian_vector_products(name, order):
+    ours, dense, arrays, tangents = _problem(name)
+    inner = lambda a, b: sum(jax.tree.leaves(jax.tree.map(lambda x, y: (x * y).sum(), a, b)))
+
+    def product(f):
+        match order:
+            case "reverse_over_reverse":
+                return jax.grad(lambda a: inner(jax.grad(_loss(f))(a), tangents))(arrays)
+            case "forward_over_reverse":
+                return jax.jvp(jax.grad(_loss(f)), (arrays,), (tangents,))[1]
+            case _:
+                return jax.grad(lambda a: jax.jvp(_loss(f), (a,), (tangents,))[1])(arrays)
+
+    close(jax.jit(product, static_argnums=0)(ours), jax.jit(product, static_argnums=0)(dense), 2e-4)
+
+
+def test_hessian():
+    q, k, v = (x[:1, :5, :1, :3] for x in qkv(5))
+    f = lambda attend: jax.jit(jax.hessian(lambda q: (attend(query=q, key=k, value=v, is_causal=True) ** 2).sum()))(q)
+    close(f(lambda **a: flash_attention(**a, block_sizes=(2, 2))), f(lambda **a: reference_attention(**a)[0]), 1e-4)
+
+
+def test_third_derivative():
+    q, k, v = (x[:1, :6, :1, :4] for x in qkv(6))
+
+    def third(attend):
+        f = lambda t: (attend(query=q * t, key=k, value=v) ** 2).sum()
+        return jax.grad(jax.grad(jax.grad(f)))(jnp.float32(0.7))
+
+    close(third(lambda **a: flash_attention(**a, block_sizes=(2, 3))), third(lambda **a: reference_attention(**a)[0]), 1e-3)
