@@ -1,7 +1,6 @@
 """`flash_attention`, the one public call, and `explain`, which says what it will do."""
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from flash_jax import dispatch, dropout
 from flash_jax import mask as masks
 from flash_jax.autodiff import attend
 from flash_jax.mask import Mask
-from flash_jax.problem import Operands, Problem, check_qkv, static_scale
+from flash_jax.problem import FLOAT32_MAX, FLOAT32_TINY, Operands, Problem, as_array, check_qkv, static_float, static_int, static_scale
 
 Query = Float[Array, "*batch q_len heads head_dim"]
 Key = Float[Array, "*batch kv_len kv_heads head_dim"]
@@ -72,9 +71,9 @@ def flash_attention(
         side is unbounded; `w` means `(w, w)`.
       implementation: None chooses (see `explain`); a name, or a sequence of names in order of preference.
       return_residual: return `(out, lse)`.
-      q_segment_ids: integers `[*batch, q_len]`, given together with `kv_segment_ids`: only equal ids see each other. See
+      q_segment_ids: int32 values `[*batch, q_len]`, given together with `kv_segment_ids`: only equal ids see each other. See
         `segment_ids` for packed sequences.
-      kv_segment_ids: integers `[*batch, kv_len]`.
+      kv_segment_ids: int32 values `[*batch, kv_len]`.
       q_offset: key position of query row 0, for decoding, chunks and bottom-right alignment; an int, or integers `[*batch]`.
       logits_soft_cap: `cap * tanh(s / cap)` on the scaled scores, before bias and mask.
       sinks: `[heads]`, one further logit a head that takes probability and gives no value; neither scaled nor capped; part of
@@ -99,13 +98,15 @@ def flash_attention(
     """
     arguments = {name: x for name, x in locals().items() if name not in ("implementation", "return_residual")}
     _check_flag("return_residual", return_residual)
-    request = _prepare(**arguments)
+    request = _prepare(**arguments, wants_lse=return_residual or sinks is not None)
     device = dispatch.current_device(query, key, value)
     problem, batch = request.problem, request.batch
     backend, explanation = dispatch.choose(problem, device, implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):  # nothing to visit; the derivative rules need not know
         out = jnp.zeros(problem.out_shape, problem.dtype)
         lse = jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype)
+    elif backend.whole is not None:
+        return backend.whole(problem, request.operands).reshape(*batch, *problem.out_shape[1:])
     else:
         out, lse = attend(problem, backend, explanation.config, device, request.operands)
     if request.sinks is not None:
@@ -121,7 +122,11 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     chosen, its tiles, and for each other implementation the reason why it does not run. `print` it.
     """
     _check_flag("return_residual", return_residual)
+    static = {
+        name: options.pop(name) for name in ("local_window_size", "logits_soft_cap", "dropout_rate", "block_sizes") if name in options
+    }
     arguments = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
+    static["wants_lse"] = return_residual or options.get("sinks") is not None
     leaves, tree = jax.tree.flatten(arguments)
     is_array = [isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for x in leaves]
     problem = None
@@ -130,7 +135,7 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
         nonlocal problem
         arrays = iter(arrays)
         filled = [next(arrays) if traced else x for x, traced in zip(leaves, is_array, strict=True)]
-        problem = _prepare(**jax.tree.unflatten(tree, filled)).problem
+        problem = _prepare(**jax.tree.unflatten(tree, filled), **static).problem
 
     jax.eval_shape(trace, *(x for x, traced in zip(leaves, is_array, strict=True) if traced))
     assert problem is not None
@@ -166,9 +171,10 @@ def _prepare(
     broadcast_dropout=False,
     deterministic_backward=False,
     block_sizes=None,
+    wants_lse=False,
 ) -> _Request:
     """Every check; the user's words as `Problem` and `Operands`, the batch axes folded into one."""
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     check_qkv(query, key, value)
     for name, flag in (
         ("is_causal", is_causal),
@@ -195,7 +201,7 @@ def _prepare(
     visibility = masks.resolve(words, shape, q_offset)
 
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = as_array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias must have a float dtype, got {bias.dtype}. Boolean masks go to mask.")
         bias = masks.align("bias", bias, shape, (num_heads, q_len, kv_len), dtype=bias.dtype)
@@ -211,17 +217,21 @@ def _prepare(
         mask=visibility.spec,
         scale=static_scale(scale, head_dim),
         logits_soft_cap=_soft_cap(logits_soft_cap),
-        dropout_rate=_rate(dropout_rate),
+        dropout_rate=dropout.check_rate("dropout_rate", dropout_rate),
         bias_shape=None if bias is None else bias.shape,
         bias_dtype=None if bias is None else np.dtype(bias.dtype),
         matmul_precision=jax.config.jax_default_matmul_precision,
+        wants_lse=wants_lse,
         deterministic_backward=deterministic_backward,
         block_sizes=_block_sizes(block_sizes),
     )
     row_keys = None
+    if dropout_key is not None:
+        dropout_key = dropout.check_key("dropout_key", dropout_key)
     if problem.dropout_rate:
+        if dropout_key is None:
+            raise ValueError("dropout_key is required when dropout_rate is not 0, got None. Pass a jax.random.key.")
         q_ids = jnp.arange(q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
-        dropout_key = _single_key(dropout_key)
         copies = (1, 1) if broadcast_dropout else (size, num_heads)
         row_keys = dropout.row_keys(dropout_key, *copies, q_ids)
     operands = Operands(
@@ -241,45 +251,20 @@ def _check_flag(name: str, flag) -> None:
         raise TypeError(f"{name} must be True or False, known before tracing, got {type(flag).__name__}.")
 
 
-def _static_float(name: str, x) -> float:
-    if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name} must be a number known before tracing, got a tracer. Close over it or mark it static in jit.")
-    if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) or np.ndim(x) != 0:
-        raise TypeError(f"{name} must be a number, got {type(x).__name__}.")
-    return float(x)
-
-
 def _soft_cap(logits_soft_cap) -> float | None:
     if logits_soft_cap is None:
         return None
-    cap = _static_float("logits_soft_cap", logits_soft_cap)
-    if not (cap > 0 and math.isfinite(cap)):
-        raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}. Use None for no cap.")
+    cap = static_float("logits_soft_cap", logits_soft_cap)
+    if not FLOAT32_TINY <= cap <= FLOAT32_MAX:
+        raise ValueError(f"logits_soft_cap must be positive and finite in float32, got {cap}. Use None for no cap.")
     return cap
-
-
-def _rate(dropout_rate) -> float:
-    rate = _static_float("dropout_rate", dropout_rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}.")
-    return rate
-
-
-def _single_key(dropout_key) -> Array:
-    if dropout_key is None:
-        raise ValueError("dropout_key is required when dropout_rate is not 0, got None. Pass a jax.random.key.")
-    dropout_key = jnp.asarray(dropout_key)
-    typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
-    if (typed and dropout_key.ndim != 0) or (not typed and (dropout_key.dtype != jnp.uint32 or dropout_key.ndim != 1)):
-        raise ValueError(f"dropout_key must be one PRNG key, got {dropout_key.dtype}{list(dropout_key.shape)}.")
-    return dropout_key
 
 
 def _block_sizes(block_sizes) -> tuple[int, int] | None:
     if block_sizes is None:
         return None
     try:
-        block_q, block_kv = (operator.index(n) for n in block_sizes)
+        block_q, block_kv = (static_int("block_sizes", n) for n in block_sizes)
     except (TypeError, ValueError):
         raise TypeError(f"block_sizes must be None or two integers (block_q, block_kv), got {block_sizes!r}.") from None
     if block_q < 1 or block_kv < 1:
@@ -290,7 +275,7 @@ def _block_sizes(block_sizes) -> tuple[int, int] | None:
 def _scale_operand(scale, problem: Problem) -> Array | None:
     if problem.scale is not None:
         return None
-    scale = jnp.asarray(scale)
+    scale = as_array("scale", scale)
     if scale.ndim != 0 or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
         raise TypeError(f"scale must be a real number or a scalar array, got {scale.dtype}{list(scale.shape)}.")
     return scale.astype(problem.compute_dtype).reshape(1)
@@ -299,7 +284,7 @@ def _scale_operand(scale, problem: Problem) -> Array | None:
 def _sinks(sinks, num_heads: int) -> Array | None:
     if sinks is None:
         return None
-    sinks = jnp.asarray(sinks)
+    sinks = as_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must have a float dtype, got {sinks.dtype}.")
     if sinks.shape != (num_heads,):

@@ -1,16 +1,17 @@
 """Which implementation serves a problem, decided before tracing, for forward and backward together."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from flash_jax.backends import xla
+from flash_jax.backends import cudnn, xla
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import Problem
 
 # In order of preference; a new implementation is one line here.
-BACKENDS: tuple[Backend, ...] = (xla.BACKEND,)
+BACKENDS: tuple[Backend, ...] = (cudnn.BACKEND, xla.BACKEND)
 
 NAMES = tuple(backend.name for backend in BACKENDS)
 
@@ -56,7 +57,8 @@ def preference(implementation) -> tuple[str, ...]:
     """The names that `implementation=` allows, in order."""
     if implementation is None:
         return NAMES
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    is_sequence = isinstance(implementation, Sequence) and not isinstance(implementation, str)
+    names = tuple(implementation) if is_sequence else (implementation,)
     if not names:
         raise ValueError(f"implementation must name at least one of {NAMES}, got an empty sequence.")
     for name in names:

@@ -5,8 +5,13 @@ bits, in the forward and in the backward. A row key is made outside the kernels,
 a kernel mixes it with the key position. The mixer is a bijection of the key position for each row key.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from flash_jax import mask as masks
+from flash_jax.problem import as_array, static_float, static_int
 
 Array = jax.Array
 
@@ -51,6 +56,23 @@ def row_keys(key: Array, batch: int, num_heads: int, q_ids: Array) -> Array:
     return _mix(_mix(_mix(state, batch_ids), head_ids), _u32(q_ids)[:, None, :])
 
 
+def check_rate(name: str, rate) -> float:
+    """A probability of dropping."""
+    rate = static_float(name, rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {rate}.")
+    return rate
+
+
+def check_key(name: str, key) -> Array:
+    """One PRNG key, typed or raw."""
+    key = as_array(name, key)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim != 0 if typed else (key.dtype != jnp.uint32 or key.ndim != 1 or key.size == 0):
+        raise ValueError(f"{name} must be one PRNG key, as jax.random.key makes it, got {key.dtype}{list(key.shape)}.")
+    return key
+
+
 def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_dropout: bool = False, q_offset: int | Array = 0) -> Array:
     """The keep mask that `flash_attention` applies, written out: True = kept (and multiplied by `1 / (1 - rate)`).
 
@@ -59,16 +81,17 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
       rate: probability of dropping, in [0, 1).
       shape: `(*batch, num_heads, q_len, kv_len)`.
       broadcast_dropout: one mask for all batch entries and heads.
-      q_offset: as in `flash_attention`; the bits belong to the position `i + q_offset`.
+      q_offset: as in `flash_attention`, an int or integers `[*batch]`; the bits belong to the position `i + q_offset`.
 
     Returns:
       Booleans of the given shape. O(q_len * kv_len) memory: for tests and for comparing with other code.
     """
-    *batch, num_heads, q_len, kv_len = shape
-    flat = 1
-    for n in batch:
-        flat *= n
-    q_ids = jnp.arange(q_len, dtype=jnp.int32)[None] + jnp.asarray(q_offset, jnp.int32).reshape(-1, 1)
+    key, rate = check_key("key", key), check_rate("rate", rate)
+    if len(shape) < 3:
+        raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
+    *batch, num_heads, q_len, kv_len = (static_int("shape", n) for n in shape)
+    flat = math.prod(batch)
+    q_ids = jnp.arange(q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, masks.Shape(tuple(batch), num_heads, q_len, kv_len))
     copies = (1, 1) if broadcast_dropout else (flat, num_heads)
     rows = row_keys(key, *copies, q_ids)
     kept = keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)

@@ -4,6 +4,7 @@ Everything a user can say about visibility becomes one `visibility.Visibility`, 
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_jax.problem import as_array, static_int
 from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, interval
 
 Array = jax.Array
 
-_FAR = 2**30  # any distance between two positions is smaller: lengths are below 2**29
+_END = 2**29  # lengths and offsets are below, so that positions and what is added to them stay in int32
+_FAR = 2 * _END  # any distance between two positions is smaller
 
 
 # ----------------------------------------------------------------------------------------------- what a user says
@@ -125,7 +128,7 @@ class Mask:
     @staticmethod
     def chunked(size: int) -> "Mask":
         """Row and key lie in the same chunk of `size` consecutive positions."""
-        size = _static_int("chunked size", size)
+        size = static_int("Mask.chunked: size", size)
         if size < 1:
             raise ValueError(f"Mask.chunked: size must be at least 1, got {size}.")
         return Mask((_Chunked(size),))
@@ -137,7 +140,7 @@ class Mask:
 
     @staticmethod
     def segments(query, key) -> "Mask":
-        """`query[i] == key[j]` for integer ids `[*batch, q_len]` and `[*batch, kv_len]`; no id is special."""
+        """`query[i] == key[j]` for int32 ids `[*batch, q_len]` and `[*batch, kv_len]` of any integer type; no id is special."""
         return Mask((_Segments(query, key),))
 
     @staticmethod
@@ -164,7 +167,7 @@ class Mask:
 
         `blocks`: booleans, right-aligned to `[*batch, num_heads, ceil(q_len / block_q), ceil(kv_len / block_kv)]`.
         """
-        block_q, block_kv = _static_int("block_q", block_q), _static_int("block_kv", block_kv)
+        block_q, block_kv = (static_int(f"Mask.from_blocks: {name}", n) for name, n in (("block_q", block_q), ("block_kv", block_kv)))
         if block_q < 1 or block_kv < 1:
             raise ValueError(f"Mask.from_blocks: block_q and block_kv must be at least 1, got {block_q} and {block_kv}.")
         return Mask((_Blocks(blocks, block_q, block_kv),))
@@ -184,9 +187,11 @@ def segment_ids(cu_seqlens, length: int) -> Array:
     Returns:
       int32 `[length]`: `n` inside sequence `n`; positions past the last sequence get `num_sequences`, so padding sees padding only.
     """
-    cu_seqlens = jnp.asarray(cu_seqlens)
-    if cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(f"segment_ids: cu_seqlens must be a vector of integers, got {cu_seqlens.dtype}{list(cu_seqlens.shape)}.")
+    cu_seqlens, length = as_array("segment_ids: cu_seqlens", cu_seqlens), static_int("segment_ids: length", length)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids: cu_seqlens must be a vector of integers [num_sequences + 1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}."
+        )
     positions = jnp.arange(length, dtype=jnp.int32)
     return jnp.searchsorted(cu_seqlens[1:].astype(jnp.int32), positions, side="right").astype(jnp.int32)
 
@@ -206,10 +211,10 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
     static, dynamic = _Interval(shape.kv_len), _DynamicInterval()
     if _is_static(q_offset):
         static.offset = operator.index(q_offset)
-        if abs(static.offset) >= _FAR:
-            raise ValueError(f"q_offset must lie within +-2**30, got {static.offset}.")
+        if abs(static.offset) >= _END:
+            raise ValueError(f"q_offset must lie within +-2**29, got {static.offset}.")
     else:
-        dynamic.offset = _integers("q_offset", q_offset, shape, ())
+        dynamic.offset = _positions("q_offset", q_offset, shape)
     segments: list[_Segments] = []
     operands = MaskOperands()
     functions, block_sizes = [], []
@@ -223,9 +228,9 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
             case _Prefix(length):
                 static.says_prefix = True
                 if _is_static(length):
-                    static.prefix = _tighter(static.prefix, operator.index(length), min)
+                    static.prefix = _tighter(static.prefix, max(0, min(operator.index(length), _END)), min)
                 else:
-                    length = _integers("prefix length", length, shape, ())
+                    length = _positions("Mask.prefix length", length, shape)
                     dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
             case _Chunked(size):
                 if static.chunk not in (None, size):
@@ -235,14 +240,14 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                 static.chunk = size
             case _Lengths(query, key):
                 if query is not None:
-                    query = _integers("query_seq_lengths", query, shape, ())
+                    query = _positions("query_seq_lengths", query, shape)
                     dynamic.q_length = query if dynamic.q_length is None else jnp.minimum(dynamic.q_length, query)
                 if key is not None:
-                    key = _integers("key_value_seq_lengths", key, shape, ())
+                    key = _positions("key_value_seq_lengths", key, shape)
                     dynamic.kv_length = key if dynamic.kv_length is None else jnp.minimum(dynamic.kv_length, key)
             case _Segments(query, key):
-                query = _integers("q_segment_ids", query, shape, (shape.q_len,))
-                key = _integers("kv_segment_ids", key, shape, (shape.kv_len,))
+                query = _labels("q_segment_ids", query, shape, shape.q_len)
+                key = _labels("kv_segment_ids", key, shape, shape.kv_len)
                 segments.append(_Segments(query, key))
             case _Dense(array):
                 array = align("mask", array, shape, (shape.num_heads, shape.q_len, shape.kv_len))
@@ -267,7 +272,7 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
         functions.append(function)
         operands = operands._replace(functions=(*operands.functions, arrays))
     if functions:
-        operands = operands._replace(batch_ids=jnp.arange(int(np.prod(shape.batch, dtype=int)), dtype=jnp.int32))
+        operands = operands._replace(batch_ids=jnp.arange(math.prod(shape.batch), dtype=jnp.int32))
     rule = static.rule(dynamic)
     if dynamic.is_used:
         lo, hi = dynamic.bounds(rule, static, shape.q_len)
@@ -348,17 +353,10 @@ def _is_static(value) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _static_int(name: str, value) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a Python or NumPy integer known before tracing, got {type(value).__name__}.") from None
-
-
 def _window_side(name: str, value) -> int | None:
     if value is None:
         return None
-    value = _static_int(f"local_window_size ({name})", value)
+    value = static_int(f"local_window_size ({name})", value)
     if value < 0:
         raise ValueError(f"local_window_size: {name} must be non-negative, got {value}. Use 0 for none on that side, None for all.")
     return min(value, _FAR)
@@ -375,7 +373,7 @@ def offset_rows(q_offset, shape: Shape) -> Array:
     """q_offset as int32 `[1 | batch, 1]`, to be added to row numbers."""
     if _is_static(q_offset):
         return jnp.full((1, 1), operator.index(q_offset), jnp.int32)
-    return _integers("q_offset", q_offset, shape, ())[:, None]
+    return _positions("q_offset", q_offset, shape)[:, None]
 
 
 def window(local_window_size) -> Mask:
@@ -389,7 +387,7 @@ def window(local_window_size) -> Mask:
 
 def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
     """`[*batch, *trailing]` (leading axes may be missing or 1) -> `[1 | batch, *trailing]`."""
-    array = jnp.asarray(array)
+    array = as_array(name, array)
     want = (*shape.batch, *trailing)
     if not shape.batch and array.shape == (1, *trailing):  # jax.nn: inputs without a batch axis count as a batch of one
         array = array[0]
@@ -400,19 +398,36 @@ def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) ->
         raise ValueError(f"{name} must have shape {list(want)}, got {list(array.shape)}.")
     if all(n == 1 for n in array.shape[:lead]):
         return array.reshape(1, *trailing)
-    return jnp.broadcast_to(array, want).reshape(-1, *trailing)
+    return jnp.broadcast_to(array, want).reshape(math.prod(shape.batch), *trailing)
 
 
-def _integers(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
-    array = jnp.asarray(array)
+def _positions(name: str, array, shape: Shape) -> Array:
+    """Offsets and lengths `[*batch]` as int32 `[1 | batch]`, clipped to where more means the same."""
+    if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
+        array = np.clip(np.asarray(array, np.int64), -_END, _END)  # jnp.asarray would drop the high half of an int64
+    array = _integers(name, array)
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.int32)
+    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_END
+    return collapse_batch(name, jnp.clip(array, least, _END).astype(jnp.int32), shape, ())
+
+
+def _labels(name: str, ids, shape: Shape, length: int) -> Array:
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and np.any(ids != ids.astype(np.int32)):
+        raise ValueError(f"{name} must fit in int32, got {ids.min()} to {ids.max()}. Number the segments anew.")
+    return collapse_batch(name, _integers(name, ids), shape, (length,)).astype(jnp.int32)
+
+
+def _integers(name: str, array) -> Array:
+    array = as_array(name, array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {array.dtype}.")
-    return collapse_batch(name, array, shape, trailing).astype(jnp.int32)
+    return array
 
 
 def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dtype=jnp.bool_, broadcast=(True,) * 4) -> Array:
     """Right-align to `[*batch, *trailing]`, each axis 1 or full -> `[1 | batch, 1 | heads, 1 | rows, 1 | columns]`."""
-    array = jnp.asarray(array)
+    array = as_array(name, array)
     if dtype is jnp.bool_ and array.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean (True = visible), got {array.dtype}. Additive masks go to bias.")
     want = (*shape.batch, *trailing)
@@ -429,7 +444,7 @@ def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dty
     array = array.reshape(full)
     if all(n == 1 for n in full[:lead]):
         return array.reshape(1, *full[lead:])
-    return jnp.broadcast_to(array, (*shape.batch, *full[lead:])).reshape(-1, *full[lead:])
+    return jnp.broadcast_to(array, (*shape.batch, *full[lead:])).reshape(math.prod(shape.batch), *full[lead:])
 
 
 def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ...]]:

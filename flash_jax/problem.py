@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 from flash_jax.visibility import MaskOperands, MaskSpec
 
 Array = jax.Array
+
+FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Problem:
     bias_shape, bias_dtype: `[1 | batch, 1 | num_heads, 1 | q_len, 1 | kv_len]`, or None without bias.
     mask: the static half of the visibility.
     matmul_precision: `jax.default_matmul_precision` where `flash_attention` was called; None: float32 products are not rounded.
+    wants_lse: the caller uses lse (return_residual, sinks).
     deterministic_backward: gradients must be bitwise repeatable.
     block_sizes: (block_q, block_kv) that the user asked for, or None.
     """
@@ -44,6 +48,7 @@ class Problem:
     bias_shape: tuple[int, int, int, int] | None = None
     bias_dtype: np.dtype | None = None
     matmul_precision: str | None = None
+    wants_lse: bool = False
     deterministic_backward: bool = False
     block_sizes: tuple[int, int] | None = None
 
@@ -88,6 +93,33 @@ class Operands(NamedTuple):
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale")  # fields of Operands that have gradients
 
 
+def as_array(name: str, x) -> Array:
+    """`x` as an array, or an error that names the argument."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from None
+
+
+def static_int(name: str, x) -> int:
+    """A size that must be known before tracing; booleans are not sizes."""
+    try:
+        if isinstance(x, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name} must be a Python or NumPy integer known before tracing, got {type(x).__name__}.") from None
+
+
+def static_float(name: str, x) -> float:
+    """A number that must be known before tracing."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} must be a number known before tracing, got a tracer. Close over it or mark it static in jit.")
+    if not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) or np.ndim(x) != 0 or jnp.result_type(x).kind not in "iuf":
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}.")
+    return float(x)
+
+
 def check_qkv(query: Array, key: Array, value: Array) -> None:
     """Rank, dtype and shape rules of the three inputs, `[*batch, len, heads, head_dim]`."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -120,7 +152,7 @@ def static_scale(scale, head_dim: int) -> float | None:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool):
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}.")
+        if not abs(scale) <= FLOAT32_MAX:
+            raise ValueError(f"scale must be finite in float32, got {scale}.")
         return float(scale)
     return None
