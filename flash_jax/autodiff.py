@@ -81,12 +81,14 @@ def _vary_alike(leaves: list[Array]) -> list[Array]:
 
 # --------------------------------------------------------------------------------------------------- what they compute
 def _attend(*leaves: Array, call: Call) -> tuple[Array, Array]:
+    assert call.backend.forward is not None
     return call.backend.forward(call.problem, call.config, call.operands(leaves))
 
 
 def _attend_vjp(*args: Array, call: Call) -> list[Array]:
     """args: leaves, out, lse, dout, dlse. Gradients of `call.wanted`."""
     *leaves, out, lse, dout, dlse = args
+    assert call.backend.backward is not None
     gradients = call.backend.backward(call.problem, call.config, call.operands(leaves), out, lse, dout, dlse, call.wanted)
     return [gradients[name] for name in call.wanted]
 

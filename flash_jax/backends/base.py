@@ -31,10 +31,12 @@ class Backend:
     backward: `(problem, config, operands, out, lse, dout, dlse, wanted) -> gradients`: one entry for each name in `wanted` (a
       subset of `problem.DIFFERENTIABLE`), with the shape and dtype of that operand. The cotangent of lse enters only
       through `delta = sum(out * dout) - dlse`.
+    whole: instead of the two, for an implementation that brings its own derivative rules: `(problem, operands) -> out`.
     """
 
     name: str
     why_not: Callable[[Problem, Device], str | None]
     default_config: Callable[[Problem, Device], Any]
-    forward: Callable[[Problem, Any, Operands], tuple[Array, Array]]
-    backward: Callable[[Problem, Any, Operands, Array, Array, Array, Array, tuple[str, ...]], dict[str, Array]]
+    forward: Callable[[Problem, Any, Operands], tuple[Array, Array]] | None = None
+    backward: Callable[[Problem, Any, Operands, Array, Array, Array, Array, tuple[str, ...]], dict[str, Array]] | None = None
+    whole: Callable[[Problem, Operands], Array] | None = None
