@@ -8,6 +8,7 @@ python examples/linen_transformer.py
 
 import argparse
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -33,7 +34,7 @@ class Transformer(nn.Module):
         # Flax's module says nothing of causality, save through the mask of its cache; ours is told once.
         causal = functools.partial(attention_fn, is_causal=not self.decode)
         x += nn.MultiHeadDotProductAttention(4, attention_fn=causal, decode=self.decode)(nn.LayerNorm()(x))
-        options = {"num_kv_heads": 2, "is_causal": True, "rope_theta": 10000.0, "use_sinks": True, "decode": self.decode}
+        options: dict[str, Any] = {"num_kv_heads": 2, "is_causal": True, "rope_theta": 10000.0, "use_sinks": True, "decode": self.decode}
         x += GroupedQueryAttention(4, **options)(nn.LayerNorm()(x))
         x += nn.Dense(FEATURES)(nn.gelu(nn.Dense(4 * FEATURES)(nn.LayerNorm()(x))))
         return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
@@ -46,8 +47,8 @@ def sequences(key):
 
 def loss_of(params, tokens):
     """Of the second half, the only one that can be known."""
-    logits = Transformer().apply({"params": params}, tokens)[:, HALF - 1 : -1]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, HALF:]).mean()
+    logits: Any = Transformer().apply({"params": params}, tokens)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, HALF - 1 : -1], tokens[:, HALF:]).mean()
 
 
 def main(steps: int) -> None:

@@ -34,8 +34,9 @@ def with_gradients(attention):
     gradients, out = jax.block_until_ready(compiled(query, key, value))
     start = time.perf_counter()
     jax.block_until_ready(compiled(query, key, value))
-    seconds, memory = time.perf_counter() - start, compiled.memory_analysis().temp_size_in_bytes
-    return (out, *gradients), seconds, memory
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    assert memory is not None
+    return (out, *gradients), seconds, memory.temp_size_in_bytes
 
 
 print(f"causal attention forward and backward, {length} positions, 8 heads of 64, {jax.devices()[0].device_kind}\n")

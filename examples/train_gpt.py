@@ -192,7 +192,7 @@ def train(config: Config, train_text, valid_text) -> tuple[Training, dict]:
             bar.set_postfix_str(f"loss {shown:.3f}, validation {validation[-1][1]:.3f}, {speed:,.0f} tokens/s")
             bar.update()
     losses = [float(loss) for loss in losses]
-    nats, temporary = validation[-1][1], compiled.memory_analysis().temp_size_in_bytes
+    nats, temporary = validation[-1][1], temporary_bytes(compiled)
     print(f"training loss {losses[0]:.3f} -> {statistics.fmean(losses[-every:]):.3f} (mean of the last {every} steps)")
     print(f"validation loss {validation[0][1]:.3f} -> {nats:.3f} nats, {nats / np.log(2):.3f} bits a byte")
     print(f"{speed:,.0f} tokens/s, {size(temporary)} of temporary memory a step")
@@ -242,7 +242,7 @@ def compare(config: Config) -> list[dict]:
             training = Training(dataclasses.replace(config, layers=min(config.layers, 2), attention=name, seq=seq))
             tokens = np.zeros((1, seq + 1), np.int32)
             step = training.step.lower(training.params, training.state, tokens).compile()
-            temporary = step.memory_analysis().temp_size_in_bytes
+            temporary = temporary_bytes(step)
             rows.append({"attention": name, "seq": seq, "temporary_bytes": temporary, "milliseconds": None})
             if temporary < memory_limit():
                 runs[name] = (step, [training.params, training.state], tokens, rows[-1], [])
@@ -255,6 +255,11 @@ def compare(config: Config) -> list[dict]:
         for *_, row, times in runs.values():
             row["milliseconds"] = statistics.median(times)
     return rows
+
+
+def temporary_bytes(compiled) -> int:
+    """What XLA allocates beside arguments and results while the computation runs."""
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def size(num_bytes: float) -> str:

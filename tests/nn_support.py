@@ -1,5 +1,7 @@
 """What the tests of both Flax APIs share: inputs, the comparison with gradients, and a dense attention layer written out."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +21,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def cast(tree, dtype):
+def cast(tree, dtype) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
@@ -40,14 +42,16 @@ def check(function, unfused, params, *inputs, dtype=jnp.float32):
     Not for projections with a bias: the gradient of the keys' bias is 0 but for rounding, so it has no scale to judge an error by.
     """
     weights = normal(9, BATCH, LENGTH, FEATURES)
-    results = [value_and_gradients(f, weights, *cast((params, *inputs), dtype)) for f in (function, unfused)]
+    actual, plain = (value_and_gradients(f, weights, *cast((params, *inputs), dtype)) for f in (function, unfused))
     with jax.enable_x64(True):
         reference = value_and_gradients(unfused, weights, *cast((params, *inputs), jnp.float64))
-        assert_close(*results, reference)
+        assert_close(actual, plain, reference)
 
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-EVERYTHING = dict(**HEADS, is_causal=True, local_window_size=(5, None), rope_theta=100.0, use_sinks=True, logits_soft_cap=2.0)
+EVERYTHING: dict[str, Any] = dict(
+    **HEADS, is_causal=True, local_window_size=(5, None), rope_theta=100.0, use_sinks=True, logits_soft_cap=2.0
+)
 EVERYTHING |= {"use_bias": False, "sinks_init": jax.nn.initializers.normal(1.0)}
 SEGMENTS = jnp.array([[0] * 4 + [1] * 8, [0] * 7 + [1] * 5])
 

@@ -1,6 +1,7 @@
 """Flax linen: the drop-in attention function against Flax's own, and our module against a dense one written out here."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -79,7 +80,7 @@ def test_dropout_is_dropout_mask(broadcast):
     assert bool((kept[0, 0] == kept[1, 1]).all()) == broadcast
     unfused = dense_attention(q, k, v, kept, rate)
     with jax.enable_x64(True):
-        assert_close(out, unfused, dense_attention(*cast((q, k, v), jnp.float64), kept, rate))
+        assert_close(out, unfused, dense_attention(*cast([q, k, v], jnp.float64), kept=kept, rate=rate))
 
 
 def test_dropout_through_flax_module():
@@ -90,8 +91,9 @@ def test_dropout_through_flax_module():
     a, b, c = (apply(jax.random.key(seed)) for seed in (1, 1, 2))
     assert bool((a == b).all())
     assert not bool((a == c).any())
-    off = module.apply(params, x, deterministic=True)
-    assert bool((off == nn.MultiHeadDotProductAttention(2, attention_fn=attention_fn).apply(params, x)).all())
+    off: Any = module.apply(params, x, deterministic=True)
+    without: Any = nn.MultiHeadDotProductAttention(2, attention_fn=attention_fn).apply(params, x)
+    assert bool((off == without).all())
     assert not bool((a == off).any())
 
 
@@ -206,7 +208,7 @@ def test_mask_and_bias_of_the_module():
 def test_decoding_equals_one_call():
     x = normal(0, BATCH, LENGTH, FEATURES)
     full, decoder = GroupedQueryAttention(**EVERYTHING), GroupedQueryAttention(**EVERYTHING, decode=True)
-    variables = decoder.init(jax.random.key(0), x)
+    variables: Any = decoder.init(jax.random.key(0), x)
     params, cache = {"params": variables["params"]}, variables["cache"]
     assert cache["cached_key"].shape == (BATCH, LENGTH, 2, 8)
     step = jax.jit(lambda cache, x: decoder.apply({**params, "cache": cache}, x, mutable=["cache"]))
@@ -230,7 +232,8 @@ def test_sharded_over_batch_and_heads():
     mesh = jax.make_mesh((1, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     heads = nn.with_partitioning(jax.nn.initializers.lecun_normal(), (None, "heads", None))
     out_heads = nn.with_partitioning(jax.nn.initializers.lecun_normal(), ("heads", None, None))
-    module = GroupedQueryAttention(**EVERYTHING | {"kernel_init": heads, "out_kernel_init": out_heads})
+    options: dict[str, Any] = {**EVERYTHING, "kernel_init": heads, "out_kernel_init": out_heads}
+    module = GroupedQueryAttention(**options)
     x = normal(0, BATCH, LENGTH, FEATURES)
     boxed = module.init(jax.random.key(0), x)
     params = meta.unbox(boxed)
