@@ -32,6 +32,7 @@ def value_and_gradients(attention, arguments, dout, dlse, *, jit=True):
     def run(arrays, dout, dlse):
         (out, lse), pullback = jax.vjp(lambda a: attention(**fixed, **a), arrays)
         (gradients,) = pullback((dout.astype(out.dtype), dlse.astype(lse.dtype)))
+        assert {n: g.dtype for n, g in gradients.items()} == {n: x.dtype for n, x in arrays.items()}
         return {"out": out, "lse": lse} | {f"d{n}": g for n, g in gradients.items()}
 
     arrays = {n: arguments[n] for n in names}
