@@ -1,0 +1,214 @@
+"""The reverse of attention on Hopper: which kernels run, what they are fed, and what is left to XLA around them.
+
+delta = sum(out * dout) - dlse and the last cast of dq are XLA's; the tile schedule is that of the transposed problem, where a
+key tile visits query tiles.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flash_jax import schedule
+from flash_jax.backends import xla
+from flash_jax.backends.base import Device
+from flash_jax.backends.hopper import backward_fused
+from flash_jax.backends.hopper.backward_tile import BLOCK_KV, Inputs
+from flash_jax.problem import Operands, Problem
+from flash_jax.softmax import lse_pivot
+from flash_jax.visibility import in_interval, row_bounds
+
+Array = jax.Array
+
+_MAX_GRID = 65535  # of CUDA's second grid axis
+_ROW_TILE = 8  # the copy engine takes lengths that are multiples of this; the rest of a tile it fills with zeros, or leaves out
+
+
+def declines(problem: Problem) -> str | None:
+    """The first reason why the backward cannot serve a problem, or None."""
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query, key and value must be bfloat16 or float16 in the backward, got {problem.dtype}."
+    if max(problem.head_dim, problem.v_head_dim) > 128:
+        return f"head_dim and v_head_dim must be at most 128 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
+    if problem.batch * problem.num_kv_heads > _MAX_GRID:
+        return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
+    if problem.deterministic_backward:
+        return "deterministic_backward=True is not served: dq is added up in any order."
+    if problem.mask.functions:
+        return "mask: functions (Mask.from_function, a second pair of segment ids) are not evaluated in the backward."
+    block_q = _block_q(problem)
+    for sizes in problem.mask.block_sizes:
+        if sizes[0] % block_q or sizes[1] % BLOCK_KV:
+            return f"mask: Mask.from_blocks blocks must be multiples of {block_q} queries and {BLOCK_KV} keys in the backward, got {sizes}."
+    return None
+
+
+def _padded_head_dim(problem: Problem) -> int:
+    """One size for all products."""
+    return 64 if max(problem.head_dim, problem.v_head_dim) <= 64 else 128
+
+
+def _block_q(problem: Problem) -> int:
+    return backward_fused.BLOCK_Q[_padded_head_dim(problem)]
+
+
+def backward(
+    problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
+) -> dict[str, Array]:
+    """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
+    gradients = {}
+    if "bias" in wanted:
+        device = Device("gpu", "NVIDIA H200")
+        config = xla.default_config(problem, device)
+        gradients |= xla.BACKEND.backward(problem, config, operands, out, lse, dout, dlse, ("bias",))
+    names = tuple(name for name in wanted if name != "bias")
+    if not names:
+        return gradients
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        return gradients | {name: jnp.zeros_like(getattr(operands, name)) for name in names}
+
+    query, key, value, dout = _clean(problem, operands, lse, dout)
+    inputs = _inputs(problem, operands, query, key, value, out, lse, dout, dlse)
+    dq_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
+    dk, dv = backward_fused.dq_dk_dv(problem, inputs, dq_ref)
+    dq = dq_ref[:, : problem.q_len, :, : problem.head_dim]
+    scale = problem.scale if operands.scale is None else operands.scale[:, None, None, None]
+    all_of_them = {
+        "query": lambda: (dq * scale).astype(problem.dtype),
+        "key": lambda: dk[:, : problem.kv_len, :, : problem.head_dim],
+        "value": lambda: dv[:, : problem.kv_len, :, : problem.v_head_dim],
+        "scale": lambda: _dscale(dq, query, operands.scale),
+    }
+    return gradients | {name: all_of_them[name]() for name in names}
+
+
+def _dscale(dq: Array, query: Array, scale: Array) -> Array:
+    """sum of dS * (q . k) = sum of q . (dS K): exact at scale 0 too."""
+    by_batch = jnp.sum(dq * query.astype(jnp.float32), axis=(1, 2, 3))
+    return (by_batch.sum(keepdims=True) if scale.shape[0] == 1 else by_batch).astype(scale.dtype)
+
+
+def _clean(problem: Problem, operands: Operands, lse: Array, dout: Array) -> tuple[Array, Array, Array, Array]:
+    """query, key, value, dout with zeros for rows that see nothing and keys that nobody sees: 0 * NaN never happens."""
+    query, key, value = operands.query, operands.key, operands.value
+    keys, rows = _seen_keys(problem, operands), _has_empty_rows(problem)
+    if rows:
+        seen = (lse > -jnp.inf)[..., None]
+        query, dout = jnp.where(seen, query, 0), jnp.where(seen, dout, 0)
+    if keys is not None:
+        key, value = (jnp.where(keys[:, :, None, None], x, 0) for x in (key, value))
+    return query, key, value, dout
+
+
+def _static_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
+    """kv_lo, kv_hi `[1, q_len]` if they are known now."""
+    if problem.mask.rule is None:
+        return None
+    with jax.ensure_compile_time_eval():
+        lo, hi = problem.mask.rule(jnp.arange(problem.q_len, dtype=jnp.int32))
+        return np.asarray(lo)[None], np.asarray(hi)[None]
+
+
+def _has_empty_rows(problem: Problem) -> bool:
+    bounds = _static_bounds(problem)
+    return problem.bias_shape is not None or not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
+
+
+def _seen_keys(problem: Problem, operands: Operands) -> Array | None:
+    """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them."""
+    mask, terms = operands.mask, []
+    q_lo, q_hi = _transposed_bounds(problem, operands, problem.kv_len)
+    if problem.mask.rule is None or not bool((q_lo < q_hi).all()):
+        terms.append(jnp.asarray(q_lo < q_hi))
+    if mask.q_labels is not None:
+        terms.append((mask.kv_labels[:, :, None] == mask.q_labels[:, None, :]).any(-1))
+    for dense in mask.dense:
+        terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
+    for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
+        terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
+    seen = None
+    for term in terms:
+        seen = term if seen is None else seen & term
+    return seen
+
+
+def _transposed_bounds(problem: Problem, operands: Operands, length: int):
+    """q_lo, q_hi int32 `[1 | batch, length]`: key k is seen by the queries in `[q_lo(k), q_hi(k))`. NumPy if known now."""
+    static = _static_bounds(problem)
+    if static is not None:
+        keys = np.arange(length)
+        q_lo, q_hi = (np.searchsorted(bound[0], keys, side="right").astype(np.int32)[None] for bound in (static[1], static[0]))
+        return q_lo, q_hi
+    keys = jnp.arange(length, dtype=jnp.int32)
+    kv_lo, kv_hi = row_bounds(problem.mask, operands.mask, problem.q_len)
+    count = lambda bound: (bound[:, :, None] <= keys).sum(1, dtype=jnp.int32)
+    return count(kv_hi), count(kv_lo)
+
+
+def _pad(x: Array, sizes: dict[int, int], fill=0) -> Array:
+    """Grow axes to the given sizes."""
+    return jnp.pad(x, [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)], constant_values=fill)
+
+
+def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, dout, dlse) -> Inputs:
+    mask, block_q, head_dim = operands.mask, _block_q(problem), _padded_head_dim(problem)
+    q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
+    kv_pad = schedule.num_tiles(problem.kv_len, BLOCK_KV) * BLOCK_KV
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    delta = jnp.where(lse > -jnp.inf, delta, 0) if _has_empty_rows(problem) else delta
+    by_rows = lambda x, fill: _pad(x.transpose(0, 2, 1), {2: q_pad}, fill)
+    wide = lambda x: _pad(x, {1: -(-x.shape[1] // _ROW_TILE) * _ROW_TILE, 3: head_dim})
+    inputs = Inputs(
+        query=wide(query),
+        key=wide(key),
+        value=wide(value),
+        dout=wide(dout),
+        pivot=by_rows(lse_pivot(lse), jnp.inf),
+        delta=by_rows(delta, 0),
+        scale=operands.scale,
+        bias=None if operands.bias is None else _elements(operands.bias, q_pad, kv_pad),
+        row_keys=None if operands.dropout_row_keys is None else _pad(operands.dropout_row_keys, {2: q_pad}),
+    )
+    if problem.mask.hides_nothing and kv_pad == problem.kv_len:
+        return inputs
+    q_lo, q_hi = _transposed_bounds(problem, operands, kv_pad)
+    always = problem.mask.rule is not None and bool((q_hi >= problem.q_len).all())
+    q_hi = jnp.where(q_hi >= problem.q_len, q_pad, q_hi)  # rows past the end have pivot +inf: they need no mask
+    inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else q_hi)
+    if problem.mask.is_interval:
+        ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, BLOCK_KV, block_q)
+        return inputs._replace(ranges=jnp.stack(ranges, axis=-1))
+    lists, kinds = _lists(problem, operands, block_q)
+    return inputs._replace(
+        lists=lists,
+        kinds=kinds,
+        q_labels=None if mask.q_labels is None else _pad(mask.q_labels, {1: q_pad}),
+        kv_labels=None if mask.kv_labels is None else _pad(mask.kv_labels, {1: kv_pad}),
+        dense=tuple(_elements(x.astype(jnp.int32), q_pad, kv_pad) for x in mask.dense),
+    )
+
+
+def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
+    """`[.., .., 1 | q_len, 1 | kv_len]` -> `[.., .., 1 | kv_pad, 1 | q_pad]`."""
+    x = x.swapaxes(2, 3)
+    return _pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
+
+
+def _lists(problem: Problem, operands: Operands, block_q: int) -> tuple[Array, Array | None]:
+    """`Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
+    mask, q_len, kv_len = operands.mask, problem.q_len, problem.kv_len
+    kv_lo, kv_hi = row_bounds(problem.mask, mask, q_len)
+    kinds = schedule.interval_kinds(kv_lo, kv_hi, block_q, BLOCK_KV, kv_len)[:, None]
+    if mask.q_labels is not None:
+        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, BLOCK_KV)[:, None])
+    for dense in mask.dense:
+        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, BLOCK_KV, q_len, kv_len))
+    for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
+        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, BLOCK_KV, q_len, kv_len))
+    kinds, by_head = kinds.swapaxes(-1, -2), None
+    if kinds.shape[1] > 1 and problem.group > 1:
+        by_head = kinds.astype(jnp.int32)
+        grouped = kinds.reshape(kinds.shape[0], problem.num_kv_heads, problem.group, *kinds.shape[2:])
+        low, high = grouped.min(2), grouped.max(2)
+        kinds = jnp.where(low == high, low, schedule.PARTIAL)
+    lists = schedule.tile_lists(kinds)
+    return jnp.concatenate([lists.full_end[..., None], lists.end[..., None], lists.index], axis=-1), by_head

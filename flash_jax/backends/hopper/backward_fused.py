@@ -1,0 +1,188 @@
+"""Fused backward for head_dim up to 128: the scores are computed once, five matrix products in all.
+
+A block of threads owns 128 keys, 64 for each of its two warpgroups, and walks the query tiles that see them, for every query head
+of its group:
+
+    S = K Q^T            P = exp2(logits(S) - lse)        [64, block_q] in registers, keys are rows
+    dP = V dO^T          dS = P (dP - delta)
+    dV += P dO           dK += dS Q                       [64, head_dim] in registers, float32
+    dQ = dS^T K          added to a float32 buffer in global memory by the copy engine
+
+P and dS are register operands of dV and dK; only dS goes through shared memory, where the two warpgroups meet. Each warpgroup adds
+its own half of dQ. There is no producer: the first warpgroup starts the copies of tile i + 1 once both are done with tile i - 1.
+Source: FlashAttention-3 (arXiv 2407.08608), section 3, for the order of the products.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax.backends.hopper.backward_tile import ROWS, WGMMA, Inputs, ScoreTile, Walk, flatten, swizzled
+from flash_jax.problem import Problem
+
+WARPGROUPS = 2
+BLOCK_KV = ROWS * WARPGROUPS
+BLOCK_Q = {64: 128, 128: 64}  # by head_dim: dQ [block_q, head_dim] is halved by rows at 64, by columns at 128
+STAGES = 2
+
+
+def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array]:
+    """Adds `dS K` to the reference `dq`, float32 `[batch, q_len, num_heads, head_dim]`; returns `(dS^T Q, dv)`.
+
+    `dk` still lacks the scale. head_dim of the inputs is 64 or 128.
+    """
+    head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
+    kv_len, num_kv_heads = inputs.key.shape[1:3]
+    block_q, half_rows = BLOCK_Q[head_dim], head_dim == 64
+    leaves, unflatten = flatten(inputs)
+
+    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, ds_bar):
+        *input_refs, dq_g, dk_g, dv_g = refs
+        g = unflatten(input_refs)
+        heads, kv_tile = lax.axis_index("heads"), lax.axis_index("kv")
+        b, kv_head = lax.div(heads, num_kv_heads), lax.rem(heads, num_kv_heads)
+        kv_start = kv_tile * BLOCK_KV
+        walk = Walk(problem, g, block_q, b, kv_head, kv_tile)
+
+        def load(i):
+            load_query(i)
+            load_dout(i)
+
+        def load_query(i):
+            head, tile = walk(i)
+            slot, rows = lax.rem(i, STAGES), pl.ds(tile * block_q, block_q)
+            plgpu.copy_gmem_to_smem(g.query.at[b, rows, head], q_s.at[slot], q_bar.at[slot])
+            plgpu.copy_gmem_to_smem(g.pivot.at[b, head, rows], pivot_s.at[slot], q_bar.at[slot])
+
+        def load_dout(i):
+            head, tile = walk(i)
+            slot, rows = lax.rem(i, STAGES), pl.ds(tile * block_q, block_q)
+            plgpu.copy_gmem_to_smem(g.dout.at[b, rows, head], dout_s.at[slot], dout_bar.at[slot])
+            plgpu.copy_gmem_to_smem(g.delta.at[b, head, rows], delta_s.at[slot], dout_bar.at[slot])
+
+        def start_copies():
+            keys = pl.ds(kv_start, BLOCK_KV)
+            plgpu.copy_gmem_to_smem(g.key.at[b, keys, kv_head], k_s.at[0], k_bar)
+            pl.when(walk.steps > 0)(lambda: load_query(0))
+            plgpu.copy_gmem_to_smem(g.value.at[b, keys, kv_head], v_s.at[0], v_bar)
+            pl.when(walk.steps > 0)(lambda: load_dout(0))
+            pl.when(walk.steps > 1)(lambda: load(1))
+
+        def warpgroup(wg: int):
+            if wg == 0:
+                start_copies()
+            mine = pl.ds(wg * ROWS, ROWS)  # rows of K, V, dS; columns or rows of dQ
+            tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * ROWS)
+
+            def zero(i):
+                """0, but unknown to the compiler and new in every step: it hoists no descriptors of K and V (and spills none)."""
+                return lax.shift_right_logical(i + kv_tile, 24)
+
+            def step(i, partial: bool, dk_acc, dv_acc):
+                slot = lax.rem(i, STAGES)
+                head, tile = walk(i)
+                bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
+                plgpu.barrier_wait(q_bar.at[slot])
+
+                def scores(s_acc, dp_acc):
+                    plgpu.wgmma(s_acc, k_s.at[zero(i), mine], q_s.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(dout_bar.at[slot])
+                    plgpu.wgmma(dp_acc, v_s.at[zero(i), mine], dout_s.at[slot].transpose((1, 0)))
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    p, weight = tile_math.weights(s, pivot_s.at[slot], head, tile, partial, bias)
+                    p16 = drop(p).astype(dtype)
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                    ds16 = tile_math.dscores(weight, drop(dp), delta_s.at[slot]).astype(dtype)
+                    # Here, not right after P: it then fills the wait for the other warpgroup (measured: 540 against 497 TFLOP/s).
+                    plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
+                    return ds16
+
+                accumulator = plgpu.ACC((ROWS, block_q), jnp.float32)
+                ds16 = pl.run_scoped(scores, accumulator, accumulator)
+                ds_s[slot, mine] = ds16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ds_bar)
+                plgpu.barrier_wait(ds_bar)
+                if wg == 0:
+                    pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
+
+                def query_gradient(dq_acc):
+                    if half_rows:
+                        plgpu.wgmma(dq_acc, ds_s.at[slot, :, mine].transpose((1, 0)), k_s.at[zero(i)])
+                        out = dq_g.at[b, pl.ds(tile * block_q + wg * ROWS, ROWS), head]
+                    else:
+                        plgpu.wgmma(dq_acc, ds_s.at[slot].transpose((1, 0)), k_s.at[zero(i), :, mine])
+                        out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
+                    plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
+                    dq_half = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    dq_s[wg] = dq_half
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
+
+                pl.run_scoped(query_gradient, plgpu.ACC((ROWS, 64), jnp.float32))
+                plgpu.wgmma_wait(0)
+
+            def run(dk_acc, dv_acc):
+                plgpu.barrier_wait(k_bar)
+                plgpu.barrier_wait(v_bar)
+
+                def one(i, _):
+                    if not walk.has_partial:
+                        return step(i, False, dk_acc, dv_acc)
+                    full = walk.is_full(i)
+                    pl.when(full)(lambda: step(i, False, dk_acc, dv_acc))
+                    pl.when(jnp.logical_not(full))(lambda: step(i, True, dk_acc, dv_acc))
+
+                lax.fori_loop(0, walk.steps, one, None)
+                return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
+
+            accumulator = plgpu.ACC((ROWS, head_dim), jnp.float32)
+            dk, dv = pl.run_scoped(run, accumulator, accumulator)
+            rows = pl.ds(kv_start + wg * ROWS, ROWS)
+            v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
+            plgpu.barrier_arrive(ds_bar)
+            plgpu.barrier_wait(ds_bar)  # both read all of K for dQ
+            k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
+            plgpu.wait_smem_to_gmem(0)
+
+        for wg in range(WARPGROUPS):
+            pl.when(lax.axis_index("wg") == wg)(functools.partial(warpgroup, wg))
+
+    per_query = plgpu.SMEM((STAGES, block_q), jnp.float32)
+    scratch = dict(
+        k_s=swizzled((1, BLOCK_KV, head_dim), dtype),
+        v_s=swizzled((1, BLOCK_KV, head_dim), dtype),
+        q_s=swizzled((STAGES, block_q, head_dim), dtype),
+        dout_s=swizzled((STAGES, block_q, head_dim), dtype),
+        pivot_s=per_query,
+        delta_s=per_query,
+        ds_s=swizzled((STAGES, BLOCK_KV, block_q), dtype),
+        dq_s=swizzled((WARPGROUPS, ROWS, 64), jnp.float32),
+        k_bar=plgpu.Barrier(),
+        v_bar=plgpu.Barrier(),
+        q_bar=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        dout_bar=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ds_bar=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],
+        grid=(problem.batch * num_kv_heads, pl.cdiv(kv_len, BLOCK_KV)),  # the key tile is fastest: blocks of one head run together
+        grid_names=("heads", "kv"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return tuple(kernel(*leaves, dq))

@@ -1,0 +1,245 @@
+"""What the backward kernels share: their inputs, the walk over query tiles, and the arithmetic of one score tile.
+
+Score tiles keep keys as rows: `[64, block_q]` a warpgroup, in the layout of a wgmma accumulator. A mask is then a pair of bounds a
+key, the transpose of the row bounds: key `k` is seen by the queries in `[q_lo(k), q_hi(k))`.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+
+from flash_jax import dropout
+from flash_jax.logits import dscores, logits
+from flash_jax.problem import Problem
+from flash_jax.schedule import EMPTY
+from flash_jax.softmax import dlogits, probs_from_lse
+
+WGMMA = plgpu.Layout.WGMMA
+KEYS, QUERIES = WGMMA.reduce(1), WGMMA.reduce(0)  # one value a row, one value a column of a score tile
+ROWS = 64  # of a warpgroup's score tile
+BLOCK_KV = 128  # a list of tiles is made for this many keys
+
+
+class Inputs(NamedTuple):
+    """Operands of a kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
+
+    query, dout, key, value: `[batch, len, heads, head_dim]`, head_dim padded; lengths as they are.
+    pivot, delta: float32 `[batch, num_heads, q_pad]`: base-2 lse, +inf for an empty row; `sum(out * dout) - dlse`.
+    scale: float32 `[1 | batch]`.
+    ranges: int32 `[1 | batch, num_kv_tiles, 4]`: `schedule.Ranges` of q tiles.
+    lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
+    kinds: int32 `[1 | batch, num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where heads of a group differ.
+    q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
+    q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
+    dense: int32 or int8 `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`, nonzero = visible.
+    bias: `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`.
+    row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    pivot: Any
+    delta: Any
+    scale: Any = None
+    ranges: Any = None
+    lists: Any = None
+    kinds: Any = None
+    q_lo: Any = None
+    q_hi: Any = None
+    q_labels: Any = None
+    kv_labels: Any = None
+    dense: tuple = ()
+    bias: Any = None
+    row_keys: Any = None
+
+
+def swizzled(shape: tuple[int, ...], dtype) -> Any:
+    """Shared memory that wgmma and the copy engine read without bank conflicts."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def keep_columns(x: jax.Array, lo: jax.Array, hi: jax.Array | None) -> jax.Array:
+    """x `[64, n]`: column c of row r where `lo[r] <= c < hi[r]` (int32 `[64]`), else -inf.
+
+    A thread holds columns `8 j + e + 2 (lane % 4)` of two rows. The lane's part goes to the bounds, so that columns are immediates;
+    written with an iota they would be 16 registers that live through the loop (measured: 40 to 240 bytes of spills).
+    """
+    bounds = (lo,) if hi is None else (lo, hi)
+    layouts = (WGMMA,) + (KEYS,) * len(bounds)
+
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
+    def select(ctx, x, *bounds):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
+        element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
+        lane_columns = arith.shli(arith.andi(mosaic_utils.thread_idx(), constant(3)), constant(1))
+        scalar = lambda r: element(r, 0) if isinstance(r.type, ir.VectorType) else r
+        rows = [[arith.subi(scalar(r), lane_columns) for r in b.registers.flat] for b in bounds]
+        hidden = arith.constant(f32, ir.FloatAttr.get(f32, -math.inf))
+        out = x.registers.copy()
+        for n, index in enumerate(np.ndindex(out.shape)):
+            column_group, row = divmod(n, 2)
+            pair = out[index]
+            for e in range(2):
+                column = constant(8 * column_group + e)
+                seen = arith.cmpi(arith.CmpIPredicate.sle, rows[0][row], column)
+                if len(rows) == 2:
+                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sgt, rows[1][row], column))
+                at = ir.DenseI64ArrayAttr.get([e])
+                pair = vector.insert(arith.select(seen, element(pair, e), hidden), pair, dynamic_position=[], static_position=at)
+            out[index] = pair
+        return fragmented_array.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
+
+    return select(x, *bounds)
+
+
+def _shared(ref, axis: int, index):
+    return 0 if ref.shape[axis] == 1 else index
+
+
+class Walk:
+    """The steps of one block of threads: every query head of its group, and for each the q tiles that see its keys."""
+
+    def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_head, kv_tile):
+        self.group, self.kv_head, self.refs = problem.group, kv_head, refs
+        self.full_begin = self.full_end = self.row = None
+        if refs.lists is not None:
+            self.row = refs.lists.at[_shared(refs.lists, 0, b), _shared(refs.lists, 1, kv_head), kv_tile]
+            self.begin, self.full_end, self.tiles = 0, self.row[0], self.row[1]
+        elif refs.ranges is not None:
+            row = refs.ranges.at[_shared(refs.ranges, 0, b), kv_tile]
+            self.begin, self.full_begin, self.full_end = row[0], row[1], row[2]
+            self.tiles = row[3] - self.begin
+        else:
+            self.begin, self.tiles = 0, -(-problem.q_len // block_q)
+        self.steps = self.tiles * self.group
+
+    @property
+    def has_partial(self) -> bool:
+        return self.full_end is not None
+
+    def _split(self, i):
+        head = lax.div(i, self.tiles) if self.group > 1 else 0
+        return head, i - head * self.tiles
+
+    def __call__(self, i):
+        """Query head and q tile of step i."""
+        head, n = self._split(i)
+        tile = self.begin + n if self.row is None else self.row[2 + n]
+        return self.kv_head * self.group + head, tile
+
+    def is_full(self, i):
+        """No mask is needed in step i."""
+        _, n = self._split(i)
+        if self.row is not None:
+            return n < self.full_end
+        tile = self.begin + n
+        return (tile >= self.full_begin) & (tile < self.full_end)
+
+
+class ScoreTile:
+    """The arithmetic on 64 keys of a warpgroup against the q tiles of the walk."""
+
+    def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_tile, key_start):
+        self.problem, self.refs, self.block_q = problem, refs, block_q
+        self.b, self.kv_tile, self.key_start = b, kv_tile, key_start
+        self.scale = problem.scale if refs.scale is None else refs.scale[_shared(refs.scale, 0, b)]
+        self.q_lo, self.q_hi = self._keys(refs.q_lo), self._keys(refs.q_hi)
+        self.kv_labels = self._keys(refs.kv_labels)
+
+    def _load(self, ref, layout):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def _keys(self, ref):
+        if ref is None:
+            return None
+        return self._load(ref.at[_shared(ref, 0, self.b), pl.ds(self.key_start, ROWS)], KEYS)
+
+    def _beside_queries(self, row):
+        return lax.broadcast_in_dim(row, (ROWS, self.block_q), [1])
+
+    def _beside_keys(self, row):
+        return lax.broadcast_in_dim(row, (ROWS, self.block_q), [0])
+
+    def queries(self, ref):
+        """One value a query, in shared or global memory, beside the tile."""
+        return self._beside_queries(self._load(ref, QUERIES))
+
+    def _elements(self, ref, head, q_start):
+        """A tile of `[1 | batch, 1 | heads, 1 | kv_pad, 1 | q_pad]` in global memory."""
+        ref = ref.at[_shared(ref, 0, self.b), _shared(ref, 1, head)]
+        keys, queries = pl.ds(self.key_start, ROWS), pl.ds(q_start, self.block_q)
+        one_key, one_query = ref.shape[0] == 1, ref.shape[1] == 1
+        if one_key and one_query:
+            return lax.broadcast_in_dim(ref[0, 0], (ROWS, self.block_q), [])
+        if one_key:
+            return self.queries(ref.at[0, queries])
+        if one_query:
+            return self._beside_keys(self._load(ref.at[keys, 0], KEYS))
+        return self._load(ref.at[keys, queries], WGMMA)
+
+    def bias(self, head, tile):
+        if self.refs.bias is None:
+            return None
+        return self._elements(self.refs.bias, head, tile * self.block_q).astype(jnp.float32)
+
+    def weights(self, qk, pivot, head, tile, partial: bool, bias=None):
+        """`(p, weight)`: probabilities, and the same times the derivative of the soft cap.
+
+        pivot: reference to the base-2 lse of the tile's queries.
+        """
+        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias)
+        if partial:
+            s = self._visible(s, head, tile)
+        p = probs_from_lse(s, pivot, self.queries)
+        return p, dscores(p, tanh)
+
+    def dscores(self, weight, dp, delta):
+        """Cotangent of `scale * q . k`; delta: reference."""
+        return dlogits(weight, dp, delta, self.queries)
+
+    def dropout(self, head, tile):
+        """A function that drops and rescales `[64, block_q]` values, or the identity."""
+        keys = self.refs.row_keys
+        if keys is None:
+            return lambda x: x
+        rate, q_start = self.problem.dropout_rate, tile * self.block_q
+        row_keys = self.queries(keys.at[_shared(keys, 0, self.b), _shared(keys, 1, head), pl.ds(q_start, self.block_q)])
+        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=KEYS) + self.key_start)
+        kept = dropout.keep(row_keys, kv_ids, rate)
+        return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
+
+    def _visible(self, s, head, tile):
+        start = tile * self.block_q
+        if self.q_lo is not None:
+            s = keep_columns(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
+        if self.kv_labels is not None:
+            ref = self.refs.q_labels
+            q_labels = self.queries(ref.at[_shared(ref, 0, self.b), pl.ds(start, self.block_q)])
+            s = jnp.where(q_labels == self._beside_keys(self.kv_labels), s, -jnp.inf)
+        if self.refs.kinds is not None:
+            kind = self.refs.kinds.at[_shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
+            s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
+        for ref in self.refs.dense:
+            s = jnp.where(self._elements(ref, head, start) != 0, s, -jnp.inf)
+        return s
+
+
+def flatten(inputs: Inputs):
+    """The operands that are present, and a function from as many references back to `Inputs`."""
+    leaves, tree = jax.tree.flatten(inputs)
+    return leaves, functools.partial(jax.tree.unflatten, tree)
