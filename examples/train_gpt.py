@@ -234,7 +234,7 @@ def memory_limit() -> float:
 
 def compare(config: Config) -> list[dict]:
     """Training steps of a model of at most two layers on one sequence, of several lengths, the implementations taking turns."""
-    names = ["flash", "jax_xla"] + ["jax_cudnn"] * (jax.default_backend() == "gpu" and config.dtype == "bfloat16")
+    names = ["flash", "jax_xla"] + ["jax_cudnn"] * ("NVIDIA" in jax.devices()[0].device_kind and config.dtype == "bfloat16")
     rows = []
     for seq in tqdm(config.compare, desc="comparing", unit="length", dynamic_ncols=True):
         runs = {}
@@ -292,6 +292,8 @@ def plot_comparison(rows: list[dict], path: pathlib.Path) -> None:
     for axis, (field, unit, title) in zip(axes, panels, strict=True):
         for name in dict.fromkeys(row["attention"] for row in rows):
             points = [(row["seq"], row[field] / unit) for row in rows if row["attention"] == name and row[field] is not None]
+            if not points:
+                continue
             axis.loglog(*zip(*points, strict=True), "o-", base=2, color=COLOR[name], label=LABEL[name])
         axis.set(xlabel="sequence length", title=title)
         ticks = sorted({row["seq"] for row in rows})
