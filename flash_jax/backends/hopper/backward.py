@@ -11,8 +11,8 @@ import numpy as np
 from flash_jax import schedule
 from flash_jax.backends import xla
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import backward_fused
-from flash_jax.backends.hopper.backward_tile import BLOCK_KV, Inputs
+from flash_jax.backends.hopper import backward_fused, backward_roles
+from flash_jax.backends.hopper.backward_tile import Inputs
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import lse_pivot
 from flash_jax.visibility import in_interval, row_bounds
@@ -27,28 +27,32 @@ def declines(problem: Problem) -> str | None:
     """The first reason why the backward cannot serve a problem, or None."""
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"query, key and value must be bfloat16 or float16 in the backward, got {problem.dtype}."
-    if max(problem.head_dim, problem.v_head_dim) > 128:
-        return f"head_dim and v_head_dim must be at most 128 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
+    if max(problem.head_dim, problem.v_head_dim) > 256:
+        return f"head_dim and v_head_dim must be at most 256 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
     if problem.batch * problem.num_kv_heads > _MAX_GRID:
         return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
     if problem.deterministic_backward:
         return "deterministic_backward=True is not served: dq is added up in any order."
     if problem.mask.functions:
         return "mask: functions (Mask.from_function, a second pair of segment ids) are not evaluated in the backward."
-    block_q = _block_q(problem)
+    block_q, block_kv = _tile(problem)
     for sizes in problem.mask.block_sizes:
-        if sizes[0] % block_q or sizes[1] % BLOCK_KV:
-            return f"mask: Mask.from_blocks blocks must be multiples of {block_q} queries and {BLOCK_KV} keys in the backward, got {sizes}."
+        if sizes[0] % block_q or sizes[1] % block_kv:
+            return f"mask: Mask.from_blocks blocks must be multiples of {block_q} queries and {block_kv} keys in the backward, got {sizes}."
     return None
 
 
 def _padded_head_dim(problem: Problem) -> int:
     """One size for all products."""
-    return 64 if max(problem.head_dim, problem.v_head_dim) <= 64 else 128
+    return next(n for n in (64, 128, 256) if max(problem.head_dim, problem.v_head_dim) <= n)
 
 
-def _block_q(problem: Problem) -> int:
-    return backward_fused.BLOCK_Q[_padded_head_dim(problem)]
+def _tile(problem: Problem) -> tuple[int, int]:
+    """block_q, block_kv."""
+    head_dim = _padded_head_dim(problem)
+    if head_dim == backward_roles.HEAD_DIM:
+        return backward_roles.BLOCK_Q, backward_roles.BLOCK_KV
+    return backward_fused.BLOCK_Q[head_dim], backward_fused.BLOCK_KV
 
 
 def backward(
@@ -69,7 +73,8 @@ def backward(
     query, key, value, dout = _clean(problem, operands, lse, dout)
     inputs = _inputs(problem, operands, query, key, value, out, lse, dout, dlse)
     dq_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
-    dk, dv = backward_fused.dq_dk_dv(problem, inputs, dq_ref)
+    kernel = backward_roles if inputs.query.shape[-1] == backward_roles.HEAD_DIM else backward_fused
+    dk, dv = kernel.dq_dk_dv(problem, inputs, dq_ref)
     dq = dq_ref[:, : problem.q_len, :, : problem.head_dim]
     scale = problem.scale if operands.scale is None else operands.scale[:, None, None, None]
     all_of_them = {
@@ -150,9 +155,10 @@ def _pad(x: Array, sizes: dict[int, int], fill=0) -> Array:
 
 
 def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, dout, dlse) -> Inputs:
-    mask, block_q, head_dim = operands.mask, _block_q(problem), _padded_head_dim(problem)
+    mask, head_dim = operands.mask, _padded_head_dim(problem)
+    block_q, block_kv = _tile(problem)
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
-    kv_pad = schedule.num_tiles(problem.kv_len, BLOCK_KV) * BLOCK_KV
+    kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
     delta = jnp.where(lse > -jnp.inf, delta, 0) if _has_empty_rows(problem) else delta
     by_rows = lambda x, fill: _pad(x.transpose(0, 2, 1), {2: q_pad}, fill)
@@ -175,9 +181,9 @@ def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, d
     q_hi = jnp.where(q_hi >= problem.q_len, q_pad, q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else q_hi)
     if problem.mask.is_interval:
-        ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, BLOCK_KV, block_q)
+        ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, block_kv, block_q)
         return inputs._replace(ranges=jnp.stack(ranges, axis=-1))
-    lists, kinds = _lists(problem, operands, block_q)
+    lists, kinds = _lists(problem, operands, block_q, block_kv)
     return inputs._replace(
         lists=lists,
         kinds=kinds,
@@ -193,17 +199,17 @@ def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
     return _pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
 
 
-def _lists(problem: Problem, operands: Operands, block_q: int) -> tuple[Array, Array | None]:
+def _lists(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> tuple[Array, Array | None]:
     """`Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
     mask, q_len, kv_len = operands.mask, problem.q_len, problem.kv_len
     kv_lo, kv_hi = row_bounds(problem.mask, mask, q_len)
-    kinds = schedule.interval_kinds(kv_lo, kv_hi, block_q, BLOCK_KV, kv_len)[:, None]
+    kinds = schedule.interval_kinds(kv_lo, kv_hi, block_q, block_kv, kv_len)[:, None]
     if mask.q_labels is not None:
-        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, BLOCK_KV)[:, None])
+        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
     for dense in mask.dense:
-        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, BLOCK_KV, q_len, kv_len))
+        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, q_len, kv_len))
     for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, BLOCK_KV, q_len, kv_len))
+        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, q_len, kv_len))
     kinds, by_head = kinds.swapaxes(-1, -2), None
     if kinds.shape[1] > 1 and problem.group > 1:
         by_head = kinds.astype(jnp.int32)

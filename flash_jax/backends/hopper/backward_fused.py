@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import ROWS, WGMMA, Inputs, ScoreTile, Walk, flatten, swizzled
+from flash_jax.backends.hopper.backward_tile import ROWS, Inputs, ScoreTile, Walk, flatten, swizzled
 from flash_jax.problem import Problem
 
 WARPGROUPS = 2
 BLOCK_KV = ROWS * WARPGROUPS
-BLOCK_Q = {64: 128, 128: 64}  # by head_dim: dQ [block_q, head_dim] is halved by rows at 64, by columns at 128
 STAGES = 2
+BLOCK_Q = {64: 128, 128: 64}  # by head_dim: dQ [block_q, head_dim] is halved by rows at 64, by columns at 128
 
 
 def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array]:

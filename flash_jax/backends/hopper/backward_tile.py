@@ -28,7 +28,6 @@ from flash_jax.softmax import dlogits, probs_from_lse
 WGMMA = plgpu.Layout.WGMMA
 KEYS, QUERIES = WGMMA.reduce(1), WGMMA.reduce(0)  # one value a row, one value a column of a score tile
 ROWS = 64  # of a warpgroup's score tile
-BLOCK_KV = 128  # a list of tiles is made for this many keys
 
 
 class Inputs(NamedTuple):
