@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -45,7 +46,7 @@ class Call:
     backend: Backend
     config: Any
     device: Device
-    tree: jax.tree_util.PyTreeDef
+    tree: Any
     wanted: tuple[str, ...] = ()
 
     def operands(self, leaves) -> Operands:
@@ -133,7 +134,7 @@ def _attend_jvp_rule(leaves, tangents, *, call: Call):
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     dotted = {name: tangents[n] for name, n in call.positions().items() if not isinstance(tangents[n], ad.Zero)}
     if not dotted:
-        return [out, lse], [ad.Zero.from_primal_value(out), ad.Zero.from_primal_value(lse)]
+        return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
     call = dataclasses.replace(call, wanted=tuple(dotted))
     return [out, lse], _attend_jvp_p.bind(*leaves, out, lse, *dotted.values(), call=call)
 
@@ -203,7 +204,7 @@ def _lower(function):
     lowered = mlir.lower_fun(function, multiple_results=True)
 
     def rule(ctx, *args, **params):
-        plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        plain = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         return lowered(ctx.replace(avals_in=plain), *args, **params)
 
     return rule

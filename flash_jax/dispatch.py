@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from flash_jax.backends import cudnn, xla
 from flash_jax.backends.base import Backend, Device
@@ -19,7 +20,7 @@ NAMES = tuple(backend.name for backend in BACKENDS)
 def current_device(*arrays) -> Device:
     """Where a call on these arguments will run: the device of the first concrete array, an ambient mesh's device, or the default."""
     for x in arrays:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             device = next(iter(x.devices()))
             return Device(device.platform, device.device_kind)
     abstract = jax.sharding.get_abstract_mesh().abstract_device
@@ -58,7 +59,7 @@ def preference(implementation) -> tuple[str, ...]:
     if implementation is None:
         return NAMES
     is_sequence = isinstance(implementation, Sequence) and not isinstance(implementation, str)
-    names = tuple(implementation) if is_sequence else (implementation,)
+    names: tuple[Any, ...] = tuple(implementation) if is_sequence else (implementation,)
     if not names:
         raise ValueError(f"implementation must name at least one of {NAMES}, got an empty sequence.")
     for name in names:

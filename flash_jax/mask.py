@@ -7,7 +7,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ _FAR = 2 * _END  # any distance between two positions is smaller
 
 
 # ----------------------------------------------------------------------------------------------- what a user says
+@dataclass_transform(frozen_default=True)
 def _term(data: Sequence[str] = (), static: Sequence[str] = ()):
     def register(cls):
         cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
@@ -456,8 +457,8 @@ def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ..
     ]
     index = jax.ShapeDtypeStruct((), jnp.int32)
     scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in arrays]
-    closed = jax.make_jaxpr(term.function)(index, index, index, index, *scalars)
-    out = closed.out_avals
+    closed, out = jax.make_jaxpr(term.function, return_shape=True)(index, index, index, index, *scalars)
+    out = jax.tree.leaves(out)
     if len(out) != 1 or out[0].shape != () or out[0].dtype != jnp.bool_:
         raise TypeError(f"Mask.from_function: the function must return one boolean scalar for scalar indices, got {out}.")
     captured = [jnp.asarray(c)[None] for c in closed.consts]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flash_jax.visibility import MaskOperands, MaskSpec
 
@@ -45,7 +46,7 @@ class Problem:
     scale: float | None
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
-    bias_shape: tuple[int, int, int, int] | None = None
+    bias_shape: tuple[int, ...] | None = None
     bias_dtype: np.dtype | None = None
     matmul_precision: str | None = None
     wants_lse: bool = False
@@ -113,7 +114,7 @@ def static_int(name: str, x) -> int:
 
 def static_float(name: str, x) -> float:
     """A number that must be known before tracing."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise TypeError(f"{name} must be a number known before tracing, got a tracer. Close over it or mark it static in jit.")
     if not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) or np.ndim(x) != 0 or jnp.result_type(x).kind not in "iuf":
         raise TypeError(f"{name} must be a number, got {type(x).__name__}.")

@@ -27,13 +27,14 @@ def visible_scores(problem: Problem, operands: Operands) -> Array:
     spec, mask = problem.mask, operands.mask
     q_ids, kv_ids = jnp.arange(problem.q_len, dtype=jnp.int32), jnp.arange(problem.kv_len, dtype=jnp.int32)
     seen = visibility.in_interval(*visibility.row_bounds(spec, mask, problem.q_len), kv_ids)[:, None]
-    if mask.q_labels is not None:
+    if mask.q_labels is not None and mask.kv_labels is not None:
         seen &= visibility.equal_labels(mask.q_labels, mask.kv_labels)[:, None]
     for array in mask.dense:
         seen &= array
     for blocks, block_sizes in zip(mask.blocks, spec.block_sizes, strict=True):
         seen &= visibility.in_blocks(blocks, block_sizes, q_ids, kv_ids)
     for function, arrays in zip(spec.functions, mask.functions, strict=True):
+        assert mask.batch_ids is not None
         heads = jnp.arange(problem.num_heads, dtype=jnp.int32)
         seen &= visibility.by_function(function, mask.batch_ids, heads, q_ids, kv_ids, arrays)
     if operands.bias is not None:
@@ -50,6 +51,7 @@ def attention(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     einsum = lambda spec, a, b: jnp.einsum(spec, a, b, preferred_element_type=acc, precision=jax.lax.Precision.HIGHEST)
 
     scale = problem.scale if operands.scale is None else operands.scale[:, None, None, None]
+    assert scale is not None
     s = einsum("bqhd,bkhd->bhqk", operands.query, key) * scale
     if problem.logits_soft_cap is not None:
         s = problem.logits_soft_cap * jnp.tanh(s / problem.logits_soft_cap)

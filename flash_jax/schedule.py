@@ -137,7 +137,7 @@ class TileLists(NamedTuple):
     full_end, end: int32 `[..., rows]`: entries `[0, full_end)` need no mask, `[full_end, end)` do.
     """
 
-    index: Array
+    index: Array  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index)
     full_end: Array
     end: Array
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 
 Array = jax.Array
 
@@ -81,7 +82,7 @@ class MaskFunction:
     def __call__(self, batch, head, q_id, kv_id, *operands):
         num_captured = self.kinds.count("captured")
         captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
-        (visible,) = jax.core.eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
+        (visible,) = eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
         return visible
 
 

@@ -62,7 +62,7 @@ class Split(NamedTuple):
         return x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3] * x.shape[4], *x.shape[5:])
 
 
-def pad(x: Array, axis: int, block: int, fill=0) -> Array:
+def pad(x: Array, axis: int, block: int, fill: float = 0) -> Array:
     """Fill the partial last tile of an axis; an axis of 1 is shared, not padded."""
     axis %= x.ndim
     missing = -x.shape[axis] % block
@@ -109,10 +109,10 @@ def arrange(problem: Problem, config: Config, operands: Operands, split: Split) 
     """Every operand in the layout, padded to whole tiles."""
     mask, block_q, block_kv = operands.mask, config.block_q, config.block_kv
     one_head = lambda x: split.arrange(x[:, None])
-    rows = lambda x, fill: None if x is None else pad(one_head(x), -1, block_q, fill)
+    rows = lambda x: pad(one_head(x), -1, block_q)
     kv_lo, kv_hi = row_bounds(problem.mask, mask, problem.q_len)
     by_kind = {
-        "query": lambda x: rows(x, 0),
+        "query": rows,
         "key": lambda x: pad(one_head(x), -1, block_kv),
         "head": split.arrange,
         "scalar": one_head,
@@ -130,9 +130,9 @@ def arrange(problem: Problem, config: Config, operands: Operands, split: Split) 
         value_t=value.swapaxes(-1, -2),
         bias=optional(tiled, operands.bias),
         scale=optional(lambda x: one_head(x)[..., None, None], operands.scale),
-        kv_lo=rows(kv_lo, 0),
-        kv_hi=rows(kv_hi, 0),
-        q_labels=rows(mask.q_labels, 0),
+        kv_lo=rows(kv_lo),
+        kv_hi=rows(kv_hi),
+        q_labels=optional(rows, mask.q_labels),
         kv_labels=optional(by_kind["key"], mask.kv_labels),
         dense=tuple(map(tiled, mask.dense)),
         blocks=tuple(map(split.arrange, mask.blocks)),

@@ -146,7 +146,7 @@ def _row_weights(problem: Problem, config: Config, operands: Operands, lse_rows:
     return lax.cond(jnp.any(large), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
 
 
-def _rows_layout(split: Split, config: Config, x: Array, fill=0) -> Array:
+def _rows_layout(split: Split, config: Config, x: Array, fill: float = 0) -> Array:
     """`[batch, q_len, num_heads(, dim)]` -> the layout, padded."""
     return pad(split.arrange(x.swapaxes(1, 2)), 5, config.block_q, fill)
 
@@ -303,8 +303,8 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
                 point = read(a, scale)
                 row_weights = pivot_tile, weight_tile
                 if whole_rows:
-                    k, q_t, _, *rest = point
-                    row_weights = _weights_of_whole_rows(_scores(slot, k, q_t, *rest, seen)[1])
+                    k, q_t, _, bias, scale_here = point
+                    row_weights = _weights_of_whole_rows(_scores(slot, k, q_t, bias, scale_here, seen)[1])
                 _, (dl, dacc) = jax.jvp(weights, point, read(dot, dscale))
                 return state[0] + dl, state[1] + dacc
 

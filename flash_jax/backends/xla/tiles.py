@@ -97,9 +97,12 @@ class Slot:
         return self.tile(self.arrays.bias, i, j).astype(self.problem.compute_dtype)
 
     def scale(self) -> float | Array:
-        return self.problem.scale if self.arrays.scale is None else self.arrays.scale
+        scale = self.problem.scale if self.arrays.scale is None else self.arrays.scale
+        assert scale is not None
+        return scale
 
     def kept(self, i: Array, j: Array) -> Array:
+        assert self.arrays.dropout_row_keys is not None
         row_keys = self.row_numbers(self.arrays.dropout_row_keys, i)
         return dropout.keep(row_keys[:, :, None], self.kv_ids(j)[:, None, None], self.problem.dropout_rate)
 
@@ -128,6 +131,7 @@ class Slot:
                     return x[:, 0, 0]
 
         operands = tuple(read(kind, x) for kind, x in zip(function.kinds, self.arrays.functions[n], strict=True))
+        assert self.arrays.batch_ids is not None
         batch_ids = self.arrays.batch_ids[:, 0, 0]
         seen = visibility.by_function(function, batch_ids, head_ids, self.q_ids(i), self.kv_ids(j), operands)
         return keys_first(seen.reshape(seen.shape[0], *heads, *seen.shape[2:]))
@@ -142,7 +146,7 @@ class Slot:
             terms.append(keys_first(visibility.in_interval(kv_lo, kv_hi, kv_ids)))
             if self.problem.mask.is_interval and a.bias is None:
                 return Seen(terms[0], *self._seen_of_intervals(kv_lo, kv_hi, kv_ids))
-            if a.q_labels is not None:
+            if a.q_labels is not None and a.kv_labels is not None:
                 kv_labels = slice_tile(a.kv_labels, a.kv_labels.ndim - 1, j, self.config.block_kv)
                 terms.append(keys_first(visibility.equal_labels(self.row_numbers(a.q_labels, i), kv_labels)))
             terms += [self.tile(x, i, j) for x in a.dense]
@@ -169,7 +173,7 @@ class Slot:
         lengths, blocks = (problem.q_len, problem.kv_len), (self.config.block_q, self.config.block_kv)
         q, kv = (slice(0, n) for n in lengths)
         kinds = [schedule.interval_kinds(a.kv_lo[..., q], a.kv_hi[..., q], *blocks, problem.kv_len)]
-        if a.q_labels is not None:
+        if a.q_labels is not None and a.kv_labels is not None:
             kinds.append(schedule.label_kinds(a.q_labels[..., q], a.kv_labels[..., kv], *blocks))
         kinds += [schedule.dense_kinds(x[..., q, kv], *blocks, *lengths) for x in a.dense]
         kinds += [schedule.block_kinds(x, sizes, *blocks, *lengths) for x, sizes in zip(a.blocks, problem.mask.block_sizes, strict=True)]
