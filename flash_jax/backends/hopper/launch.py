@@ -1,0 +1,150 @@
+"""What the forward kernel is fed: its configuration, padded operands, the schedule as a table, and the mask on what schedules leave."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flash_jax import schedule
+from flash_jax.backends.base import Device
+from flash_jax.backends.hopper import backward, forward, work
+from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
+from flash_jax.problem import Operands, Problem
+from flash_jax.visibility import row_bounds
+
+Array = jax.Array
+
+_MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of others: 132
+_HEAD_DIMS = (64, 128, 192, 256)
+
+
+def head_dims(problem: Problem) -> tuple[int, int]:
+    """head_dim and v_head_dim as the kernel has them."""
+    fit = lambda n: next(d for d in _HEAD_DIMS if n <= d)
+    v_head_dim = fit(problem.v_head_dim)
+    return max(fit(problem.head_dim), v_head_dim), v_head_dim
+
+
+def default_config(problem: Problem, device: Device) -> Config:
+    """Tiles that live in the registers; measured: benchmarks/results, the search of `tuning.search`.
+
+    From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
+    compute warpgroups) do not spill.
+    """
+    del device
+    head_dim, v_head_dim = head_dims(problem)
+    few_registers = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+    if head_dim == 64:
+        wide = not problem.mask.block_sizes  # 192 rows divide no block map
+        if few_registers:
+            return Config(3, 64) if wide else Config(2, 128)
+        return Config(3, 128) if wide else Config(2, 128)
+    if head_dim == 128:
+        return Config(2, 64, stages=4) if few_registers else Config(2, 128)
+    if v_head_dim <= 128:
+        return Config(2, 64 if few_registers else 128, separate_out=False)
+    return Config(2, 32 if few_registers else 64, separate_out=False, take_turns=False, v_swizzle=64 if few_registers else 128)
+
+
+def num_multiprocessors(device: Device) -> int:
+    return _MULTIPROCESSORS.get(device.kind, 132)
+
+
+def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
+    """See `backends.base.Backend.forward`."""
+    inputs, masked = _inputs(problem, config, operands)
+    out, lse = forward.out_and_lse(problem, config, inputs, masked)
+    return out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len].transpose(0, 2, 1)
+
+
+def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Inputs, Masked]:
+    mask, (head_dim, v_head_dim) = operands.mask, head_dims(problem)
+    block_q, block_kv = config.block_q, config.block_kv
+    q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
+    kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
+    pad, row_tile = backward._pad, backward._ROW_TILE
+    wide = lambda x, dim: pad(x, {1: -(-x.shape[1] // row_tile) * row_tile, 3: dim})
+    elements = lambda x: pad(x, {axis: size for axis, size in ((2, q_pad), (3, kv_pad)) if x.shape[axis] != 1})
+
+    seen = backward._seen_keys(problem, operands)
+    value = operands.value if seen is None else jnp.where(seen[:, :, None, None], operands.value, 0)
+    table, counts, masked, lists = _schedule(problem, config, operands)
+    inputs = Inputs(
+        query=wide(operands.query, head_dim),
+        key=wide(operands.key, head_dim),
+        value=wide(value, v_head_dim),
+        table=table,
+        counts=counts,
+        scale=operands.scale,
+        lists=lists,
+        bias=None if operands.bias is None else elements(operands.bias),
+        row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
+    )
+    if not masked.any:
+        return inputs, masked
+    kv_lo, kv_hi = row_bounds(problem.mask, mask, problem.q_len)
+    static = backward._static_bounds(problem)
+    has_lo = static is None or bool((static[0] > 0).any())
+    has_hi = kv_pad != problem.kv_len or static is None or bool((static[1] < problem.kv_len).any())
+    return inputs._replace(
+        kv_lo=pad(kv_lo, {1: q_pad}) if has_lo else None,
+        kv_hi=pad(kv_hi, {1: q_pad}, problem.kv_len) if has_hi else None,
+        q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
+        kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
+        dense=tuple(elements(x.astype(jnp.int8)) for x in mask.dense),
+    ), masked
+
+
+def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array, Masked, Array | None]:
+    """The table, the tiles of each multiprocessor, what is masked, and tile lists where the visible tiles are no range."""
+    block_q, block_kv = config.block_q, config.block_kv
+    num_q_tiles, num_kv_tiles = schedule.num_tiles(problem.q_len, block_q), schedule.num_tiles(problem.kv_len, block_kv)
+    masks_tail = problem.kv_len % block_kv != 0
+    static = backward._static_bounds(problem)
+    estimate = np.full(num_q_tiles, num_kv_tiles)
+    ranges = None
+    if static is not None:
+        with jax.ensure_compile_time_eval():
+            ranges = schedule.Ranges(*(np.asarray(x) for x in schedule.interval_ranges(*map(jnp.asarray, static), block_q, block_kv)))
+        estimate = np.maximum(ranges.end[0] - ranges.begin[0], 1)
+    # One multiprocessor count for all Hopper cards would do; a list too many only waits.
+    bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
+    tiles = work.deal(estimate, problem.batch, problem.num_heads, bytes_per_head, num_multiprocessors(Device("gpu", "")))
+    counts = (tiles[:, :, 0] >= 0).sum(1).astype(np.int32)
+    b, head, q_tile = np.moveaxis(np.maximum(tiles, 0), 2, 0)
+    lists = None
+    if problem.mask.is_interval:
+        if ranges is None:
+            ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
+            masked = Masked(True, True, True)
+        else:
+            before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
+            some = masks_tail or not problem.mask.hides_nothing
+            masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()))
+        begin, full_begin, full_end, end = ranges
+        end = jnp.maximum(end, 1)
+        begin = jnp.minimum(begin, end - 1)
+        per_tile = [end - begin, end - 1, end - full_end, end - full_begin, jnp.ones_like(end)]
+        at = lambda x: x[b if x.shape[0] > 1 else 0, q_tile]
+    else:
+        kinds = _kinds(problem, operands, block_q, block_kv)
+        found = schedule.tile_lists(kinds)
+        lists, masked = found.index, Masked(True, False, True)
+        steps = jnp.maximum(found.end, 1)
+        per_tile = [steps, jnp.zeros_like(steps), jnp.zeros_like(steps), found.full_end, (found.end > 0).astype(jnp.int32)]
+        at = lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, q_tile]
+    columns = Tile(b, head, q_tile, *(at(jnp.asarray(x)) for x in per_tile))
+    table = jnp.stack([jnp.asarray(x, jnp.int32) for x in columns], axis=-1)
+    return table, jnp.asarray(counts), masked, lists
+
+
+def _kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
+    """int8 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`."""
+    mask, lengths = operands.mask, (problem.q_len, problem.kv_len)
+    kinds = schedule.interval_kinds(*row_bounds(problem.mask, mask, problem.q_len), block_q, block_kv, problem.kv_len)[:, None]
+    if mask.q_labels is not None:
+        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
+    for dense in mask.dense:
+        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, *lengths))
+    for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
+        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, *lengths))
+    return kinds
