@@ -157,10 +157,11 @@ def backward(
     """See `base.Backend.backward`."""
     acc_dtype = problem.compute_dtype
     split = Split.of(problem, config, operands)
-    delta = -jnp.where(lse == -jnp.inf, 0, dlse)
+    delta = -dlse
     whole_rows = _whole_rows(problem, config)
     if not whole_rows:
         delta += (out.astype(acc_dtype) * dout.astype(acc_dtype)).sum(-1)
+    delta = jnp.where(lse == -jnp.inf, 0, delta)  # an empty row may be padding: whatever its cotangents hold is not read
     dout_rows, delta_rows = _rows_layout(split, config, dout), _rows_layout(split, config, delta)
     pivot_rows, weight_rows = _row_weights(problem, config, operands, _rows_layout(split, config, lse, -jnp.inf))
     dbias = None

@@ -1,0 +1,77 @@
+"""Whatever padding holds, NaN and infinities included, reaches no output and no gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flash_jax import Mask, api, flash_attention, reference
+
+BATCH, Q_LEN, KV_LEN, HEADS, D = 2, 9, 13, 2, 4
+RANDOM = np.random.default_rng(0)
+normal = lambda *shape: RANDOM.standard_normal(shape, np.float32)
+ARRAYS = {
+    "query": normal(BATCH, Q_LEN, HEADS, D),
+    "key": normal(BATCH, KV_LEN, HEADS, D),
+    "value": normal(BATCH, KV_LEN, HEADS, D),
+    "bias": normal(BATCH, HEADS, Q_LEN, KV_LEN),
+}
+DOUT, DLSE = normal(BATCH, Q_LEN, HEADS, D), normal(BATCH, Q_LEN, HEADS)
+
+CASES = {
+    "lengths": {"key_value_seq_lengths": np.array([5, 0]), "query_seq_lengths": np.array([9, 4])},
+    "window, offset and lengths": {
+        "local_window_size": (2, 1),
+        "q_offset": np.array([-3, 8]),
+        "key_value_seq_lengths": np.array([4, 12]),
+        "query_seq_lengths": np.array([8, 9]),
+    },
+    "segments": {
+        "q_segment_ids": np.array([[0] * 5 + [7] * 4, [9] * 9]),
+        "kv_segment_ids": np.array([[0] * 5 + [8] * 8, [3] * 13]),
+    },
+    "dense": {"mask": RANDOM.random((BATCH, 1, Q_LEN, KV_LEN)) < 0.15},
+    "function": {"mask": Mask.from_function(lambda b, h, q, k: (k < 5) & (q > 2))},
+    "cap and dropout": {
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(0),
+        "is_causal": True,
+        "q_offset": -4,
+        "key_value_seq_lengths": np.array([5, 3]),
+    },
+}
+
+
+def poisoned(options, poison):
+    """Arrays and cotangents with `poison` wherever nothing is visible: keys, values, scores of the bias, whole rows."""
+    request = api._prepare(**ARRAYS, **options)
+    seen = np.asarray(reference.visible_scores(request.problem, request.operands))
+    keys, rows = seen.any((1, 2)), seen.any(-1).swapaxes(1, 2)
+    assert not keys.all()
+    assert not rows.all()
+    per = lambda where, x: np.where(where, x, np.float32(poison))
+    arrays = {
+        "query": per(rows[..., None], ARRAYS["query"]),
+        "key": per(keys[..., None, None], ARRAYS["key"]),
+        "value": per(keys[..., None, None], ARRAYS["value"]),
+        "bias": per(seen, ARRAYS["bias"]),
+    }
+    return arrays, per(rows[..., None], DOUT), per(rows, DLSE)
+
+
+@pytest.mark.parametrize("block_sizes", [None, (4, 4)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_poison_reaches_nothing(name, block_sizes):
+    options = CASES[name]
+
+    @jax.jit
+    def run(arrays, dout, dlse):
+        attend = lambda arrays: flash_attention(**arrays, **options, return_residual=True, block_sizes=block_sizes)
+        results, pullback = jax.vjp(attend, arrays)
+        return *results, *pullback((dout, dlse))
+
+    expected = run(ARRAYS, DOUT, DLSE)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected[2:]))
+    for poison in (jnp.nan, jnp.inf, -jnp.inf, 3e38):
+        jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
