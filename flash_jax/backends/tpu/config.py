@@ -1,0 +1,109 @@
+"""Tiles: what a TPU generation likes, and what fits into its VMEM."""
+
+import dataclasses
+
+from flash_jax.backends.base import Device
+from flash_jax.problem import Problem
+from flash_jax.schedule import num_tiles
+
+MIB = 2**20
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """block_q x block_kv scores a tile; `resident` keys in VMEM at a time; `unroll` tiles a turn of the loop over full tiles."""
+
+    block_q: int
+    block_kv: int
+    resident: int
+    unroll: int = 1
+
+    @property
+    def tiles_resident(self) -> int:
+        return self.resident // self.block_kv
+
+    @property
+    def lanes(self) -> int:
+        """Width in which a number a row is kept beside a tile."""
+        return next(n for n in range(LANES, 0, -1) if self.block_kv % n == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of each phase, and the VMEM that a kernel may ask for, in bytes."""
+
+    forward: Tiles
+    backward: Tiles
+    vmem: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generation:
+    """VMEM of a core in bytes; (block_q, block_kv, unroll) of forward and backward."""
+
+    vmem: int
+    forward: tuple[int, int, int]
+    backward: tuple[int, int, int]
+
+
+# measured in simulated cycles: python benchmarks/tpu_static.py --tiles
+_GENERATIONS = {
+    "v4": _Generation(16 * MIB, (512, 512, 2), (512, 512, 1)),
+    "v5e": _Generation(128 * MIB, (1024, 512, 2), (1024, 512, 1)),
+    "v5p": _Generation(64 * MIB, (1024, 512, 2), (1024, 512, 1)),
+    "v6e": _Generation(128 * MIB, (2048, 1024, 1), (1024, 1024, 1)),
+    "7x": _Generation(64 * MIB, (1024, 1024, 1), (1024, 512, 1)),
+}
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "7x",
+}
+KNOWN_KINDS = tuple(_KINDS)
+
+
+def _round_up(n: int, to: int) -> int:
+    return num_tiles(n, to) * to
+
+
+def _even(length: int, block: int, multiple: int) -> int:
+    """The block nearest below `block` that cuts the length into equal tiles."""
+    return _round_up(num_tiles(length, num_tiles(length, block)), multiple)
+
+
+def default_config(problem: Problem, device: Device) -> Config:
+    """The generation's tiles, evened out for the lengths, and as many resident keys as VMEM holds."""
+    generation = _GENERATIONS[_KINDS.get(device.kind, "v4")]
+    vmem = generation.vmem - (2 if generation.vmem == 16 * MIB else 8) * MIB
+    forward = _tiles(problem, generation.forward, vmem, backward=False)
+    return Config(forward, _tiles(problem, generation.backward, vmem, backward=True), vmem)
+
+
+def _tiles(problem: Problem, preferred: tuple[int, int, int], vmem: int, *, backward: bool) -> Tiles:
+    block_q, block_kv, unroll = preferred
+    wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
+    row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
+    columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
+    area = (6 if backward else 4) * 4 + columns * 4  # live copies of a tile of scores and what lies beside it
+    if problem.mask.num_dense or problem.bias_shape or problem.mask.functions or wide == 4:
+        block_q, block_kv, unroll = min(block_q, 512), min(block_kv, 512), 1
+    if problem.block_sizes:
+        block_q, block_kv = problem.block_sizes
+    while block_q * block_kv * area + block_q * row * (wide * 4 + 8) > vmem * 5 // 8 and block_q > LANES:
+        block_q //= 2
+        block_kv = max(block_kv // 2, LANES)
+    block_q = _even(problem.q_len, block_q, LANES)
+    if problem.q_len <= 64 and not backward:
+        block_q = _round_up(problem.q_len, 32)
+    block_kv = _even(problem.kv_len, block_kv, LANES)
+    left = vmem - block_q * block_kv * area - block_q * row * (wide * 4 + 8)
+    a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 2 * columns * block_q + 64
+    most = max(left // a_key // block_kv, 1)
+    tiles = num_tiles(problem.kv_len, block_kv)
+    return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles))

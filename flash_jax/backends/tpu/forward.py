@@ -1,0 +1,87 @@
+"""Forward: FlashAttention's online softmax, one q tile against the resident keys.
+
+A tile is `[block_q, block_kv]`: products stream long rows past a small resident matrix, which is how the MXU likes them. `l` is kept
+as partial sums in lanes, so that a tile costs one reduction across lanes (the maximum) instead of two.
+
+Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from flash_jax import schedule, softmax
+from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu.config import Tiles
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
+from flash_jax.backends.tpu.tile import NN, NT, Tile, across, dot
+from flash_jax.problem import Operands, Problem
+
+Array = jax.Array
+
+
+def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scratch, ids: Ids):
+    m_ref, l_ref, acc_ref = scratch["m"], scratch["l"], scratch["acc"]
+    lanes = m_ref.shape[1]
+    first_tile = ids.c * tiles.tiles_resident if slices > 1 else 0
+
+    def wide(row, width=tiles.block_kv):
+        return jnp.tile(row, (1, schedule.num_tiles(width, lanes)))[:, :width]
+
+    @pl.when(ids.c == 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def step(j, masked):
+        tile = Tile(problem, tiles, refs, ids, first_tile, j, keys_first=False)
+        visible = tile.visible(masked)
+        s, _ = tile.logits(dot(problem, refs.query[...], refs.key[tile.slice, :], NT))
+        if visible is not None:
+            s = jnp.where(visible, s, -jnp.inf)
+        m, pivot, alpha = softmax.rescale(m_ref[...], s.max(1, keepdims=True))
+        p = softmax.probs(s, pivot, wide)
+        m_ref[...] = m
+        l_ref[...] = l_ref[...] * alpha + sum(p[:, n : n + lanes] for n in range(0, tiles.block_kv, lanes))
+        v = tile.clean(refs.value[tile.slice, :], visible, of_keys=True)
+        acc_ref[...] = acc_ref[...] * wide(alpha, problem.v_head_dim) + dot(problem, tile.drop(p), v, NN)
+
+    plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)
+
+    @pl.when(ids.c == slices - 1)
+    def _():
+        m, l = m_ref[:, :1], l_ref[...].sum(1, keepdims=True)
+        out["out"][...] = softmax.finish(m, l, acc_ref[...], lambda row: row)[0].astype(problem.dtype)
+        out["m"][...], out["l"][...] = across(m), across(l)
+
+
+def states(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tuple[Array, Array, Array]:
+    """out `[batch, heads, q_len, v_head_dim]`, and the rows' final m and l, `[batch, heads, 1, q_len]`, rows padded."""
+    arrays = arrange(problem, tiles, operands)
+    slices = arrays.key.shape[2] // tiles.resident
+    num_q = schedule.num_tiles(problem.q_len, tiles.block_q)
+    grid = Grid((problem.batch, problem.num_heads, num_q, slices), Ids, parallel=3)
+    q_pad, heads = num_q * tiles.block_q, (problem.batch, problem.num_heads)
+    row = ("bh.q", (*heads, 1, q_pad), jnp.float32)
+    lanes = (tiles.block_q, tiles.lanes)
+    results = call(
+        lambda *args: _kernel(problem, tiles, slices, *args),
+        problem,
+        tiles,
+        grid,
+        arrays,
+        {"out": ("bhq.", (*heads, q_pad, problem.v_head_dim), problem.dtype), "m": row, "l": row},
+        {"m": lanes, "l": lanes, "acc": (tiles.block_q, problem.v_head_dim)},
+        name="flash_forward",
+        vmem=vmem,
+        held=plan.held_slice(problem, tiles) if slices > 1 else None,
+    )
+    return results["out"], results["m"], results["l"]
+
+
+def forward(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tuple[Array, Array]:
+    """`(out, lse)`, see `base.Backend.forward`."""
+    out, m, l = states(problem, tiles, vmem, operands)
+    _, lse = softmax.finish(m, l, jnp.zeros_like(l), lambda row: row)
+    return heads_first(out[:, :, : problem.q_len]), heads_first(lse[:, :, 0, : problem.q_len])

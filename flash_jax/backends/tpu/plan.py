@@ -1,0 +1,149 @@
+"""Which key tiles a q tile visits: from the static rule by arithmetic in the kernel, else from a table of kinds in SMEM."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax import schedule, visibility
+from flash_jax.backends.tpu.config import Tiles
+from flash_jax.problem import Operands, Problem
+
+Array = jax.Array
+
+
+def divide(x, n: int):
+    """`x // n` for `x >= 0`; a shift where it can be, which costs the scalar core one step."""
+    if n == 1:
+        return x
+    x = jnp.asarray(x, jnp.int32)
+    return lax.shift_right_logical(x, jnp.int32(n.bit_length() - 1)) if n & (n - 1) == 0 else lax.div(x, jnp.int32(n))
+
+
+def is_static(problem: Problem) -> bool:
+    """The mask is a rule known before tracing and nothing else."""
+    return problem.mask.is_interval and problem.mask.rule is not None
+
+
+def ranges(problem: Problem, tiles: Tiles, i) -> schedule.Ranges:
+    """`schedule.interval_ranges` of q tile `i` from the rule at the tile's first and last row: bounds never decrease."""
+    rule = problem.mask.rule
+    assert rule is not None
+    first = jnp.asarray(i, jnp.int32) * tiles.block_q
+    last = jnp.minimum(first + tiles.block_q, problem.q_len) - 1
+    (lo_min, hi_min), (lo_max, hi_max) = rule(first), rule(last)
+    up = lambda x: divide(x + (tiles.block_kv - 1), tiles.block_kv)
+    seen = lo_min < hi_max
+    begin = jnp.where(seen, divide(lo_min, tiles.block_kv), 0)
+    end = jnp.where(seen, up(hi_max), 0)
+    full_begin = jnp.clip(up(lo_max), begin, end)
+    return schedule.Ranges(begin, full_begin, jnp.clip(divide(hi_min, tiles.block_kv), full_begin, end), end)
+
+
+def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:
+    """Of the slices of the keys, the visited one nearest to the current one: an unvisited slice is then never fetched."""
+    if not is_static(problem):
+        return None
+
+    def held(ids):
+        r = ranges(problem, tiles, ids.i)
+        first = divide(r.begin, tiles.tiles_resident)
+        last = divide(jnp.maximum(r.end - 1, r.begin), tiles.tiles_resident)
+        return jnp.clip(ids.c, first, last)
+
+    return held
+
+
+def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Callable) -> None:
+    """`step(j, masked)` for each visited tile `j`, counted from `first_tile`, the first resident one."""
+    resident = tiles.tiles_resident
+    if kinds_ref is not None:
+
+        def by_kind(j, _):
+            kind = kinds_ref[0, first_tile + j]
+            pl.when(kind == schedule.PARTIAL)(lambda: step(j, True))
+            pl.when(kind == schedule.FULL)(lambda: step(j, False))
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(resident), by_kind, None)
+        return
+
+    rule = problem.mask.rule
+    if rule.is_trivial and problem.kv_len % tiles.resident == 0:
+        _unrolled(jnp.int32(0), resident // tiles.unroll, tiles.unroll, lambda j: step(j, False))
+        if resident % tiles.unroll:
+            _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), lambda j: step(j, True))
+        return
+    r = schedule.Ranges(*(jnp.clip(x - first_tile, 0, resident) for x in ranges(problem, tiles, ids.i)))
+    if rule.left is not None or rule.chunk is not None:
+        _loop(r.begin, r.full_begin, lambda j: step(j, True))
+    times = divide(r.full_end - r.full_begin, tiles.unroll)
+    _unrolled(r.full_begin, times, tiles.unroll, lambda j: step(j, False))
+    _loop(r.full_begin + times * tiles.unroll, r.end, lambda j: step(j, True))  # also what the unrolled loop leaves over
+
+
+def _loop(begin, end, body) -> None:
+    lax.fori_loop(begin, end, lambda j, _: body(j), None)
+
+
+def _unrolled(begin, times, unroll: int, body) -> None:
+    """`body(j)` for `begin <= j < begin + times * unroll`; several tiles a turn let the products of one hide the softmax of another."""
+
+    def turn(t, _):
+        for n in range(unroll):
+            body(begin + t * unroll + n)
+
+    lax.fori_loop(jnp.int32(0), times, turn, None)
+
+
+def kinds(problem: Problem, tiles: Tiles, operands: Operands) -> Array | None:
+    """int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles]` (padded with EMPTY to whole slices of the keys), or None when static."""
+    if is_static(problem):
+        return None
+    mask, spec = operands.mask, problem.mask
+    blocks, lengths = (tiles.block_q, tiles.block_kv), (problem.q_len, problem.kv_len)
+    one_head = lambda x: x[:, None]
+    bounds = visibility.row_bounds(spec, mask, problem.q_len)
+    terms = [one_head(schedule.interval_kinds(*bounds, *blocks, problem.kv_len))]
+    if spec.has_labels:
+        terms.append(one_head(schedule.label_kinds(mask.q_labels, mask.kv_labels, *blocks)))
+    terms += [schedule.dense_kinds(x, *blocks, *lengths) for x in mask.dense]
+    terms += [schedule.block_kinds(x, sizes, *blocks, *lengths) for x, sizes in zip(mask.blocks, spec.block_sizes, strict=True)]
+    terms += [_function_kinds(problem, tiles, operands, n) for n in range(len(spec.functions))]
+    joined = functools.reduce(jnp.minimum, terms).astype(jnp.int32)
+    missing = -joined.shape[-1] % tiles.tiles_resident
+    return jnp.pad(joined, [(0, 0)] * 3 + [(0, missing)])[:, :, :, None]
+
+
+def _function_kinds(problem: Problem, tiles: Tiles, operands: Operands, n: int) -> Array:
+    """Kinds of a mask function, tile by tile: O(tiles) memory, O(scores) work."""
+    function, arrays, ids = problem.mask.functions[n], operands.mask.functions[n], operands.mask.batch_ids
+    head_ids = jnp.arange(problem.num_heads if function.reads_head else 1, dtype=jnp.int32)
+
+    def cut(x, length, block, number):
+        padded = jnp.pad(x, [(0, 0), (0, -length % block)])
+        return lax.dynamic_slice_in_dim(padded, number * block, block, 1)
+
+    def kind(i, j):
+        def read(of_kind, x):
+            match of_kind:
+                case "query":
+                    return cut(x, problem.q_len, tiles.block_q, i)
+                case "key":
+                    return cut(x, problem.kv_len, tiles.block_kv, j)
+                case _:
+                    return x
+
+        q_ids = i * tiles.block_q + jnp.arange(tiles.block_q, dtype=jnp.int32)
+        kv_ids = j * tiles.block_kv + jnp.arange(tiles.block_kv, dtype=jnp.int32)
+        seen = visibility.by_function(function, ids, head_ids, q_ids, kv_ids, tuple(map(read, function.kinds, arrays)))
+        inside = (q_ids < problem.q_len)[:, None] & (kv_ids < problem.kv_len)
+        some, every = (seen & inside).any((2, 3)), (seen | ~inside).all((2, 3))
+        return jnp.where(some, jnp.where(every, schedule.FULL, schedule.PARTIAL), schedule.EMPTY)
+
+    numbers = lambda length, size: jnp.arange(schedule.num_tiles(length, size), dtype=jnp.int32)
+    kv_tiles = numbers(problem.kv_len, tiles.block_kv)
+    by_tile = lax.map(lambda i: lax.map(lambda j: kind(i, j), kv_tiles), numbers(problem.q_len, tiles.block_q))
+    return by_tile.transpose(2, 3, 0, 1)

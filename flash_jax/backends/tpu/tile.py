@@ -1,0 +1,183 @@
+"""One tile of scores inside a kernel: its operands oriented, what of it is visible, its logits, its dropout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax import dropout
+from flash_jax.backends.tpu.config import Tiles
+from flash_jax.backends.tpu.launch import Arrays, Ids, scale_in_query
+from flash_jax.logits import logits
+from flash_jax.problem import Problem
+from flash_jax.softmax import LOG2E
+
+Array = jax.Array
+
+_SINGLE_PASS = ("default", "fastest", "bfloat16", "BF16_BF16_F32")  # of `jax.default_matmul_precision`
+NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))  # contracted axes of a.b, a.bT, aT.b
+
+
+def dot(problem: Problem, a: Array, b: Array, axes) -> Array:
+    """A product in float32; float32 operands are not rounded to bfloat16 unless `jax.default_matmul_precision` says so."""
+    a, b = a.astype(problem.dtype), b.astype(problem.dtype)
+    exact = problem.dtype.itemsize == 4 and problem.matmul_precision not in _SINGLE_PASS
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def across(x: Array) -> Array:
+    """Transpose `[1, n]` or `[n, 1]` of 32-bit numbers."""
+    if x.shape[0] == 1:
+        return jnp.broadcast_to(x, (128, x.shape[1])).T[:, :1]
+    return jnp.broadcast_to(x, (x.shape[0], 128)).T[:1]
+
+
+def transpose(x: Array) -> Array:
+    """Of a tile or of what broadcasts against one."""
+    return x if x.shape == (1, 1) else across(x) if 1 in x.shape else x.T
+
+
+class Tile:
+    """The tile at key `start` of the resident ones.
+
+    keys_first: the tile is `[block_kv, block_q]`, else `[block_q, block_kv]`. A number a row or a number a key broadcasts against it.
+    """
+
+    def __init__(self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, j, *, keys_first: bool):
+        self.problem, self.tiles, self.refs, self.ids, self.keys_first = problem, tiles, refs, ids, keys_first
+        self.start = pl.multiple_of(j * tiles.block_kv, tiles.block_kv)
+        self.first_key = (first_tile + j) * tiles.block_kv
+        self.slice = pl.ds(self.start, tiles.block_kv)
+
+    def _row(self, ref) -> Array:
+        return ref[...] if self.keys_first else across(ref[...])
+
+    def _key(self, ref) -> Array:
+        x = ref[:, self.slice]
+        return across(x) if self.keys_first else x
+
+    def _both(self, ref) -> Array:
+        """Of `[1 | block_q, 1 | resident]`, widened to 32 bits."""
+        x = ref[...] if ref.shape[1] == 1 else ref[:, self.slice]
+        x = x.astype(jnp.float32)
+        return transpose(x) if self.keys_first else x
+
+    def _iota(self, of_keys: bool) -> Array:
+        n = self.tiles.block_kv if of_keys else self.tiles.block_q
+        axis = 0 if of_keys == self.keys_first else 1
+        return lax.broadcasted_iota(jnp.int32, (n, 1) if axis == 0 else (1, n), axis)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        shape = (self.tiles.block_q, self.tiles.block_kv)
+        return shape[::-1] if self.keys_first else shape
+
+    @functools.cached_property
+    def q_ids(self) -> Array:
+        return self.ids.i * self.tiles.block_q + self._iota(of_keys=False)
+
+    @functools.cached_property
+    def kv_ids(self) -> Array:
+        return self.first_key + self._iota(of_keys=True)
+
+    @functools.cached_property
+    def bias(self) -> Array | None:
+        return None if self.refs.bias is None else self._both(self.refs.bias)
+
+    @property
+    def scale(self):
+        """What is left of the scale to apply to q . k."""
+        if scale_in_query(self.problem):
+            return 1 / LOG2E
+        return self.problem.scale if self.refs.scale is None else self._of_batch(self.refs.scale)
+
+    def _of_batch(self, ref):
+        return ref[0 if ref.shape[0] == 1 else self.ids.b, 0]
+
+    def logits(self, qk: Array) -> tuple[Array, Array | None]:
+        """See `flash_jax.logits.logits`."""
+        return logits(qk, self.scale, self.problem.logits_soft_cap, self.bias)
+
+    def visible(self, masked: bool) -> Array | None:
+        """Booleans of the tile's shape; None: all of it. A bias of -inf hides too."""
+        terms = self._mask() if masked else []
+        if self.bias is not None:
+            terms.append(self.bias > -jnp.inf)
+        if not terms:
+            return None
+        return jnp.broadcast_to(functools.reduce(jnp.logical_and, terms), self.shape)
+
+    def _mask(self) -> list[Array]:
+        spec, refs = self.problem.mask, self.refs
+        kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule(self.q_ids)
+        terms = [self.kv_ids < kv_hi]
+        if spec.rule is None or spec.rule.left is not None or spec.rule.chunk is not None:
+            terms.append(self.kv_ids >= kv_lo)
+        if spec.has_labels:
+            terms.append(self._row(refs.q_labels) == self._key(refs.kv_labels))
+        terms += [self._both(ref) != 0 for ref in refs.dense]
+        terms += [self._in_blocks(ref, sizes) for ref, sizes in zip(refs.blocks, spec.block_sizes, strict=True)]
+        terms += [self._by_function(n) for n in range(len(spec.functions))]
+        return terms
+
+    def _in_blocks(self, ref, sizes: tuple[int, int]) -> Array:
+        """A block map at the tile's rows and keys, picked by two products with 0 and 1: a kernel has no gather."""
+        rows, keys = ref.shape
+
+        def chosen(ids, size, n, along):  # [len, n] or [n, len]: which block each id lies in
+            first = lax.broadcasted_iota(jnp.int32, (1, n) if along == 0 else (n, 1), 1 - along) * size
+            return ((ids >= first) & (ids < first + size)).astype(jnp.float32)
+
+        exact = functools.partial(lax.dot_general, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+        nn, nt = (NN, ((), ())), (NT, ((), ()))
+        if self.keys_first:
+            of_keys, of_rows = chosen(self.kv_ids, sizes[1], keys, 0), chosen(self.q_ids, sizes[0], rows, 1)
+            return exact(exact(of_keys, ref[...], nt), of_rows, nn) > 0.5
+        of_rows, of_keys = chosen(self.q_ids, sizes[0], rows, 0), chosen(self.kv_ids, sizes[1], keys, 1)
+        return exact(exact(of_rows, ref[...], nn), of_keys, nn) > 0.5
+
+    def _by_function(self, n: int) -> Array:
+        function = self.problem.mask.functions[n]
+        dtypes = [v.aval.dtype for v in function.jaxpr.invars[4:]]
+        full = lambda x: jnp.broadcast_to(x, self.shape)
+
+        def read(kind, dtype, ref):
+            match kind:
+                case "query":
+                    x = full(self._row(ref))
+                case "key":
+                    x = full(self._key(ref))
+                case "head":
+                    x = ref[0 if ref.shape[0] == 1 else self.ids.b, self.ids.h]
+                case _:
+                    x = self._of_batch(ref)
+            return x != 0 if dtype == jnp.bool_ else lax.bitcast_convert_type(x, dtype) if dtype == jnp.uint32 else x
+
+        operands = map(read, function.kinds, dtypes, self.refs.functions[n])
+        by_tile = [0 if kind in ("query", "key") else None for kind in function.kinds]
+        evaluate = jax.vmap(jax.vmap(function, (None, None, 0, 0, *by_tile)), (None, None, 0, 0, *by_tile))
+        batch = self._of_batch(self.refs.batch_ids)
+        return evaluate(batch, jnp.asarray(self.ids.h, jnp.int32), full(self.q_ids), full(self.kv_ids), *operands)
+
+    def drop(self, x: Array) -> Array:
+        """Dropout: kept entries times `1 / (1 - rate)`, others 0."""
+        if self.refs.row_keys is None:
+            return x
+        row_keys = lax.bitcast_convert_type(self._row(self.refs.row_keys), jnp.uint32)
+        kept = dropout.keep(row_keys, self.kv_ids, self.problem.dropout_rate)
+        return jnp.where(kept, x * (1 / (1 - self.problem.dropout_rate)), 0)
+
+    def clean(self, x: Array, visible: Array | None, *, of_keys: bool) -> Array:
+        """Zero the keys that no row of the tile sees, or the rows that see no key: what padding holds must not meet 0 * NaN.
+
+        `x` is `[block_kv | block_q, dim]`.
+        """
+        if visible is None:
+            return x
+        axis = 1 if of_keys == self.keys_first else 0
+        used = jnp.where(visible, 1.0, 0.0).max(axis, keepdims=True)
+        used = used if axis == 1 else across(used)
+        return jnp.where(used > 0, x.astype(jnp.float32), 0).astype(x.dtype)
