@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import ROWS, Inputs, ScoreTile, Walk, flatten, swizzled
+from flash_jax.backends.hopper.backward_tile import ROWS, Inputs, ScoreTile, Walk, flatten, grid, position, swizzled
 from flash_jax.problem import Problem
 
 WARPGROUPS = 2
@@ -36,15 +36,14 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     `dk` still lacks the scale. head_dim of the inputs is 64 or 128.
     """
     head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
-    kv_len, num_kv_heads = inputs.key.shape[1:3]
+    grid_sizes, grid_names = grid(problem, inputs, BLOCK_KV)
     block_q, half_rows = BLOCK_Q[head_dim], head_dim == 64
     leaves, unflatten = flatten(inputs)
 
     def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, ds_bar):
         *input_refs, dq_g, dk_g, dv_g = refs
         g = unflatten(input_refs)
-        heads, kv_tile = lax.axis_index("heads"), lax.axis_index("kv")
-        b, kv_head = lax.div(heads, num_kv_heads), lax.rem(heads, num_kv_heads)
+        b, kv_head, kv_tile = position(problem)
         kv_start = kv_tile * BLOCK_KV
         walk = Walk(problem, g, block_q, b, kv_head, kv_tile)
 
@@ -176,8 +175,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],
-        grid=(problem.batch * num_kv_heads, pl.cdiv(kv_len, BLOCK_KV)),  # the key tile is fastest: blocks of one head run together
-        grid_names=("heads", "kv"),
+        grid=grid_sizes,
+        grid_names=grid_names,
         num_threads=WARPGROUPS,
         thread_name="wg",
         scratch_types=scratch,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import ROWS, WGMMA, Inputs, ScoreTile, Walk, flatten, swizzled
+from flash_jax.backends.hopper.backward_tile import ROWS, WGMMA, Inputs, ScoreTile, Walk, flatten, grid, position, swizzled
 from flash_jax.problem import Problem
 
 BLOCK_KV = ROWS
@@ -31,7 +31,7 @@ _HALF = HEAD_DIM // 2
 def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array]:
     """As `backward_fused.dq_dk_dv`, with inputs of head_dim 256."""
     dtype = inputs.query.dtype
-    kv_len, num_kv_heads = inputs.key.shape[1:3]
+    grid_sizes, grid_names = grid(problem, inputs, BLOCK_KV)
     leaves, unflatten = flatten(inputs)
 
     def body(
@@ -39,8 +39,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     ):
         *input_refs, dq_g, dk_g, dv_g = refs
         g = unflatten(input_refs)
-        heads, kv_tile = lax.axis_index("heads"), lax.axis_index("kv")
-        b, kv_head = lax.div(heads, num_kv_heads), lax.rem(heads, num_kv_heads)
+        b, kv_head, kv_tile = position(problem)
         keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
         walk = Walk(problem, g, BLOCK_Q, b, kv_head, kv_tile)
 
@@ -207,8 +206,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],
-        grid=(problem.batch * num_kv_heads, pl.cdiv(kv_len, BLOCK_KV)),  # the key tile is fastest: blocks of one head run together
-        grid_names=("heads", "kv"),
+        grid=grid_sizes,
+        grid_names=grid_names,
         num_threads=2,
         thread_name="wg",
         scratch_types=scratch,

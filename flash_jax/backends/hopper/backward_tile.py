@@ -28,6 +28,7 @@ from flash_jax.softmax import dlogits, probs_from_lse
 WGMMA = plgpu.Layout.WGMMA
 KEYS, QUERIES = WGMMA.reduce(1), WGMMA.reduce(0)  # one value a row, one value a column of a score tile
 ROWS = 64  # of a warpgroup's score tile
+_SECTION_BYTES = 32 * 2**20
 
 
 class Inputs(NamedTuple):
@@ -108,6 +109,25 @@ def keep_columns(x: jax.Array, lo: jax.Array, hi: jax.Array | None) -> jax.Array
 
 def _shared(ref, axis: int, index):
     return 0 if ref.shape[axis] == 1 else index
+
+
+def grid(problem: Problem, inputs: Inputs, block_kv: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Blocks of threads as (section, key tile, kv head of the section), the last one fastest.
+
+    A section is as many (batch, kv head) as keep their queries, dout and dq in the second-level cache. Where the mask makes key
+    tiles unequal the long ones come first over a whole section, so that blocks end together; else one head after the other.
+    """
+    heads = problem.batch * problem.num_kv_heads
+    per_head = problem.q_len * inputs.query.shape[-1] * 8  # one query head at a time: two inputs of 2 bytes, dq of 4
+    limit = 1 if inputs.ranges is None and inputs.lists is None else max(1, _SECTION_BYTES // per_head)
+    section = max(n for n in range(1, min(heads, limit) + 1) if heads % n == 0)
+    return (heads // section, pl.cdiv(problem.kv_len, block_kv), section), ("section", "kv", "head")
+
+
+def position(problem: Problem):
+    """`(batch, kv_head, key tile)` of this block of threads."""
+    head = lax.axis_index("section") * lax.axis_size("head") + lax.axis_index("head")
+    return lax.div(head, problem.num_kv_heads), lax.rem(head, problem.num_kv_heads), lax.axis_index("kv")
 
 
 class Walk:

@@ -404,5 +404,3 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         kernel_name=f"flash_attention_forward_d{head_dim}",
     )
     return tuple(kernel(*leaves))
-
-

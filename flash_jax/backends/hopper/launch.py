@@ -45,6 +45,23 @@ def default_config(problem: Problem, device: Device) -> Config:
     return Config(2, 32 if few_registers else 64, separate_out=False, take_turns=False, v_swizzle=64 if few_registers else 128)
 
 
+def declines(problem: Problem) -> str | None:
+    """The first reason why the forward cannot serve a problem, or None."""
+    if problem.dtype.name not in ("bfloat16", "float16"):
+        return f"query, key and value must be bfloat16 or float16, got {problem.dtype.name}."
+    if max(problem.head_dim, problem.v_head_dim) > _HEAD_DIMS[-1]:
+        return f"head_dim and v_head_dim must be at most {_HEAD_DIMS[-1]}, got {problem.head_dim} and {problem.v_head_dim}."
+    if problem.block_sizes is not None:
+        return f"block_sizes: the tiles are fixed by head_dim, got {problem.block_sizes}."
+    if problem.mask.functions:
+        return "mask: functions (Mask.from_function, a second pair of segment ids) are not evaluated."
+    config = default_config(problem, Device("gpu", ""))
+    for sizes in problem.mask.block_sizes:
+        if sizes[0] % config.block_q or sizes[1] % config.block_kv:
+            return f"mask: Mask.from_blocks blocks must be multiples of {config.block_q} queries and {config.block_kv} keys, got {sizes}."
+    return None
+
+
 def num_multiprocessors(device: Device) -> int:
     return _MULTIPROCESSORS.get(device.kind, 132)
 

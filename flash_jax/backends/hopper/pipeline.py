@@ -37,9 +37,7 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
     """
     bounds = [(bound, predicate) for bound, predicate in ((lo, "sle"), (hi, "sgt")) if bound is not None]
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,) + (ROWS,) * len(bounds), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
-    )
+    @plgpu.inline_mgpu(arg_types=(WGMMA,) + (ROWS,) * len(bounds), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
     def select(ctx, x, *rows):
         f32 = ir.F32Type.get()
         at = lambda n: ir.DenseI64ArrayAttr.get([n])
@@ -132,9 +130,7 @@ def start_product(a_ref, b_ref) -> jax.Array:
                 )
                 constraints = ["=f"] * num_registers + [str(r) for r in range(len(registers))] + ["l", "l"]
                 struct = llvm.StructType.get_literal([register] * num_registers)
-                result = llvm.inline_asm(
-                    struct, [*registers, a_at, b_at], ptx, ",".join(constraints), asm_dialect=0, has_side_effects=True
-                )
+                result = llvm.inline_asm(struct, [*registers, a_at, b_at], ptx, ",".join(constraints), asm_dialect=0, has_side_effects=True)
                 registers = [llvm.extractvalue(register, result, [r]) for r in range(num_registers)]
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
         array = fragmented_array.FragmentedArray(
