@@ -14,7 +14,6 @@ columns wide, and added across threads once a tile. Source: FlashAttention-3 (ar
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax

@@ -63,6 +63,7 @@ def declines(problem: Problem) -> str | None:
 
 
 def num_multiprocessors(device: Device) -> int:
+    """Blocks of threads of the persistent grid."""
     return _MULTIPROCESSORS.get(device.kind, 132)
 
 

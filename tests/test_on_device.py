@@ -1,0 +1,55 @@
+"""Every implementation of ours that serves this machine's accelerator, over the whole list of cases: `pytest --device`."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from cases import CASES
+from oracle import of_case, value_and_gradients
+from test_implementations import check
+
+from flash_jax import api, dispatch, flash_attention
+
+pytestmark = pytest.mark.device
+
+
+def kernels():
+    """Names of the kernels for this machine, those that only JAX's own fallback would serve left out."""
+    device = dispatch.current_device()
+    full = api._prepare(*(np.zeros((1, 8, 1, 64), np.float16) for _ in range(3))).problem
+    return [b.name for b in dispatch.BACKENDS if b.whole is None and b.name != "xla" and b.why_not(full, device) is None]
+
+
+@functools.cache
+def in_dtype(case, dtype):
+    return case if case.dtype in ("bfloat16", "float16") else dataclasses.replace(case, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernel(case, dtype):
+    names = kernels()
+    assert names, f"no kernel of ours for {dispatch.current_device()}"
+    for name in names:
+        case = in_dtype(case, dtype)
+        arguments, _, _ = case.build()
+        attention = functools.partial(flash_attention, implementation=name, return_residual=True)
+        reason = next(b for b in dispatch.BACKENDS if b.name == name).why_not(api._prepare(**arguments).problem, dispatch.current_device())
+        if reason is None:
+            check(case, attention)
+        else:
+            with pytest.raises(NotImplementedError, match="cannot serve this call"):
+                attention(**arguments)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "gqa", "packed")], ids=lambda case: case.name)
+def test_forward_repeats_bitwise(case):
+    for name in kernels():
+        arguments, dout, dlse, _, _ = of_case(in_dtype(case, "bfloat16"))
+        attention = functools.partial(flash_attention, implementation=name, return_residual=True)
+        first = value_and_gradients(attention, arguments, dout, dlse)
+        for _ in range(5):
+            again = value_and_gradients(attention, arguments, dout, dlse)
+            for part in ("out", "lse", "dkey", "dvalue"):
+                np.testing.assert_array_equal(again[part], first[part])
