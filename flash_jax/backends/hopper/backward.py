@@ -15,7 +15,7 @@ from flash_jax.backends.hopper import backward_fused, backward_roles
 from flash_jax.backends.hopper.backward_tile import Inputs
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import lse_pivot
-from flash_jax.visibility import in_interval, row_bounds
+from flash_jax.visibility import row_bounds
 
 Array = jax.Array
 
@@ -70,8 +70,7 @@ def backward(
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return gradients | {name: jnp.zeros_like(getattr(operands, name)) for name in names}
 
-    query, key, value, dout = _clean(problem, operands, lse, dout)
-    inputs = _inputs(problem, operands, query, key, value, out, lse, dout, dlse)
+    inputs = _inputs(problem, operands, out, lse, dout, dlse)
     dq_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
     kernel = backward_roles if inputs.query.shape[-1] == backward_roles.HEAD_DIM else backward_fused
     dk, dv = kernel.dq_dk_dv(problem, inputs, dq_ref)
@@ -81,27 +80,19 @@ def backward(
         "query": lambda: (dq * scale).astype(problem.dtype),
         "key": lambda: dk[:, : problem.kv_len, :, : problem.head_dim],
         "value": lambda: dv[:, : problem.kv_len, :, : problem.v_head_dim],
-        "scale": lambda: _dscale(dq, query, operands.scale),
+        "scale": lambda: _dscale(problem, operands, dq, lse),
     }
     return gradients | {name: all_of_them[name]() for name in names}
 
 
-def _dscale(dq: Array, query: Array, scale: Array) -> Array:
+def _dscale(problem: Problem, operands: Operands, dq: Array, lse: Array) -> Array:
     """sum of dS * (q . k) = sum of q . (dS K): exact at scale 0 too."""
-    by_batch = jnp.sum(dq * query.astype(jnp.float32), axis=(1, 2, 3))
-    return (by_batch.sum(keepdims=True) if scale.shape[0] == 1 else by_batch).astype(scale.dtype)
-
-
-def _clean(problem: Problem, operands: Operands, lse: Array, dout: Array) -> tuple[Array, Array, Array, Array]:
-    """query, key, value, dout with zeros for rows that see nothing and keys that nobody sees: 0 * NaN never happens."""
-    query, key, value = operands.query, operands.key, operands.value
-    keys, rows = _seen_keys(problem, operands), _has_empty_rows(problem)
-    if rows:
-        seen = (lse > -jnp.inf)[..., None]
-        query, dout = jnp.where(seen, query, 0), jnp.where(seen, dout, 0)
-    if keys is not None:
-        key, value = (jnp.where(keys[:, :, None, None], x, 0) for x in (key, value))
-    return query, key, value, dout
+    products = dq * operands.query.astype(jnp.float32)
+    if _may_have_empty_rows(problem):
+        products = jnp.where((lse > -jnp.inf)[..., None], products, 0)
+    by_batch = jnp.sum(products, axis=(1, 2, 3))
+    assert operands.scale is not None
+    return (by_batch.sum(keepdims=True) if operands.scale.shape[0] == 1 else by_batch).astype(operands.scale.dtype)
 
 
 def _static_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
@@ -113,9 +104,10 @@ def _static_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
         return np.asarray(lo)[None], np.asarray(hi)[None]
 
 
-def _has_empty_rows(problem: Problem) -> bool:
+def _may_have_empty_rows(problem: Problem) -> bool:
+    """By the mask."""
     bounds = _static_bounds(problem)
-    return problem.bias_shape is not None or not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
+    return not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
 
 
 def _seen_keys(problem: Problem, operands: Operands) -> Array | None:
@@ -154,7 +146,7 @@ def _pad(x: Array, sizes: dict[int, int], fill=0) -> Array:
     return jnp.pad(x, [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)], constant_values=fill)
 
 
-def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, dout, dlse) -> Inputs:
+def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Inputs:
     mask, head_dim = operands.mask, _padded_head_dim(problem)
     block_q, block_kv = _tile(problem)
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
@@ -162,14 +154,15 @@ def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, d
     # As an einsum, apart from what follows: XLA fuses a sum and a transpose into one kernel that reads with stride.
     delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(jnp.float32), dout.astype(jnp.float32))
     delta = jax.lax.optimization_barrier(delta) - dlse.transpose(0, 2, 1)
-    if _has_empty_rows(problem):
-        delta = jnp.where(lse.transpose(0, 2, 1) > -jnp.inf, delta, 0)
+    empty = lse.transpose(0, 2, 1) == -jnp.inf  # [batch, num_heads, q_len]
+    if _may_have_empty_rows(problem) or problem.bias_shape is not None:
+        delta = jnp.where(empty, 0, delta)
     by_rows = lambda x, fill: _pad(x, {2: q_pad}, fill)
     wide = lambda x: _pad(x, {1: -(-x.shape[1] // _ROW_TILE) * _ROW_TILE, 3: head_dim})
     inputs = Inputs(
-        query=wide(query),
-        key=wide(key),
-        value=wide(value),
+        query=wide(operands.query),
+        key=wide(operands.key),
+        value=wide(operands.value),
         dout=wide(dout),
         pivot=by_rows(lse_pivot(lse.transpose(0, 2, 1)), jnp.inf),
         delta=by_rows(delta, 0),
@@ -183,6 +176,13 @@ def _inputs(problem: Problem, operands: Operands, query, key, value, out, lse, d
     always = problem.mask.rule is not None and bool((q_hi >= problem.q_len).all())
     q_hi = jnp.where(q_hi >= problem.q_len, q_pad, q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else q_hi)
+    tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
+    if _may_have_empty_rows(problem):
+        inputs = inputs._replace(empty_tiles=tiles_with(_pad(empty, {2: q_pad}), block_q))
+    seen = _seen_keys(problem, operands)
+    if seen is not None:
+        unseen = tiles_with(_pad(~seen, {1: kv_pad}), block_kv)
+        inputs = inputs._replace(seen=_pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
     if problem.mask.is_interval:
         ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, block_kv, block_q)
         return inputs._replace(ranges=jnp.stack(ranges, axis=-1))

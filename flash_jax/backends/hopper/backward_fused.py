@@ -40,7 +40,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     block_q, half_rows = BLOCK_Q[head_dim], head_dim == 64
     leaves, unflatten = flatten(inputs)
 
-    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, ds_bar):
+    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, both_bar):
         *input_refs, dq_g, dk_g, dv_g = refs
         g = unflatten(input_refs)
         b, kv_head, kv_tile = position(problem)
@@ -71,6 +71,12 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             pl.when(walk.steps > 0)(lambda: load_dout(0))
             pl.when(walk.steps > 1)(lambda: load(1))
 
+        def meet():
+            """What each warpgroup wrote to shared memory is there for the products and copies of both."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(both_bar)
+            plgpu.barrier_wait(both_bar)
+
         def warpgroup(wg: int):
             if wg == 0:
                 start_copies()
@@ -86,10 +92,19 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 head, tile = walk(i)
                 bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
                 plgpu.barrier_wait(q_bar.at[slot])
+                clean = partial and g.empty_tiles is not None
+                if clean:
+                    plgpu.barrier_wait(dout_bar.at[slot])
+
+                    @pl.when(tile_math.has_empty_rows(head, tile))
+                    def _():
+                        tile_math.keep_queries((q_s, dout_s)[wg].at[slot], pivot_s.at[slot])
+                        meet()
 
                 def scores(s_acc, dp_acc):
                     plgpu.wgmma(s_acc, k_s.at[zero(i), mine], q_s.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(dout_bar.at[slot])
+                    if not clean:
+                        plgpu.barrier_wait(dout_bar.at[slot])
                     plgpu.wgmma(dp_acc, v_s.at[zero(i), mine], dout_s.at[slot].transpose((1, 0)))
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     p, weight = tile_math.weights(s, pivot_s.at[slot], head, tile, partial, bias)
@@ -103,9 +118,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 accumulator = plgpu.ACC((ROWS, block_q), jnp.float32)
                 ds16 = pl.run_scoped(scores, accumulator, accumulator)
                 ds_s[slot, mine] = ds16
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(ds_bar)
-                plgpu.barrier_wait(ds_bar)
+                meet()
                 if wg == 0:
                     pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
 
@@ -129,15 +142,20 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             def run(dk_acc, dv_acc):
                 plgpu.barrier_wait(k_bar)
                 plgpu.barrier_wait(v_bar)
+                if g.unseen_tiles is not None:
+
+                    @pl.when(tile_math.has_unseen_keys())
+                    def _():
+                        tile_math.keep_keys(k_s.at[0, mine], v_s.at[0, mine])
+                        meet()
 
                 def one(i, _):
-                    if not walk.has_partial:
-                        return step(i, False, dk_acc, dv_acc)
                     full = walk.is_full(i)
                     pl.when(full)(lambda: step(i, False, dk_acc, dv_acc))
                     pl.when(jnp.logical_not(full))(lambda: step(i, True, dk_acc, dv_acc))
 
-                lax.fori_loop(0, walk.steps, one, None)
+                every = lambda i, _: step(i, False, dk_acc, dv_acc)
+                lax.fori_loop(0, walk.steps, one if walk.has_partial else every, None)
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
             accumulator = plgpu.ACC((ROWS, head_dim), jnp.float32)
@@ -146,8 +164,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
-            plgpu.barrier_arrive(ds_bar)
-            plgpu.barrier_wait(ds_bar)  # both read all of K for dQ
+            meet()  # both read all of K for dQ
             k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
@@ -157,21 +174,21 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             pl.when(lax.axis_index("wg") == wg)(functools.partial(warpgroup, wg))
 
     per_query = plgpu.SMEM((STAGES, block_q), jnp.float32)
-    scratch = dict(
-        k_s=swizzled((1, BLOCK_KV, head_dim), dtype),
-        v_s=swizzled((1, BLOCK_KV, head_dim), dtype),
-        q_s=swizzled((STAGES, block_q, head_dim), dtype),
-        dout_s=swizzled((STAGES, block_q, head_dim), dtype),
-        pivot_s=per_query,
-        delta_s=per_query,
-        ds_s=swizzled((STAGES, BLOCK_KV, block_q), dtype),
-        dq_s=swizzled((WARPGROUPS, ROWS, 64), jnp.float32),
-        k_bar=plgpu.Barrier(),
-        v_bar=plgpu.Barrier(),
-        q_bar=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        dout_bar=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        ds_bar=plgpu.Barrier(num_arrivals=WARPGROUPS),
-    )
+    scratch = {
+        "k_s": swizzled((1, BLOCK_KV, head_dim), dtype),
+        "v_s": swizzled((1, BLOCK_KV, head_dim), dtype),
+        "q_s": swizzled((STAGES, block_q, head_dim), dtype),
+        "dout_s": swizzled((STAGES, block_q, head_dim), dtype),
+        "pivot_s": per_query,
+        "delta_s": per_query,
+        "ds_s": swizzled((STAGES, BLOCK_KV, block_q), dtype),
+        "dq_s": swizzled((WARPGROUPS, ROWS, 64), jnp.float32),
+        "k_bar": plgpu.Barrier(),
+        "v_bar": plgpu.Barrier(),
+        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "dout_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
+    }
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],

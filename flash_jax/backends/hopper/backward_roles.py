@@ -1,6 +1,6 @@
-"""Fused backward for head_dim up to 256: as `backward_fused`, with the work split by role, since dk and dv of 256 columns fill the
-registers of one warpgroup each.
+"""Fused backward for head_dim up to 256: as `backward_fused`, with the work split by role.
 
+dk and dv of 256 columns fill the registers of one warpgroup each.
 A block of threads owns 64 keys. For each query tile of 64:
 
     warpgroup 0:  S = K Q^T, P -> shared memory,                dV += P dO,  dQ = dS^T K, first half of the columns
@@ -34,9 +34,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
     grid_sizes, grid_names = grid(problem, inputs, BLOCK_KV)
     leaves, unflatten = flatten(inputs)
 
-    def body(
-        *refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, p_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, p_bar, ds_bar, end_bar
-    ):
+    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, p_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, p_bar, ds_bar, both_bar):
         *input_refs, dq_g, dk_g, dv_g = refs
         g = unflatten(input_refs)
         b, kv_head, kv_tile = position(problem)
@@ -76,15 +74,35 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             plgpu.copy_smem_to_gmem(staging, out.at[b, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
+        def meet():
+            """What each warpgroup wrote to shared memory is there for the products and copies of both."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(both_bar)
+            plgpu.barrier_wait(both_bar)
+
+        def clean_keys(matrix):
+            if g.unseen_tiles is not None:
+
+                @pl.when(tile_math.has_unseen_keys())
+                def _():
+                    tile_math.keep_keys(matrix.at[0])
+                    meet()
+
+        def clean_queries(i, matrix):
+            head, tile = walk(i)
+
+            @pl.when(tile_math.has_empty_rows(head, tile))
+            def _():
+                tile_math.keep_queries(matrix, pivot_s.at[lax.rem(i, STAGES)])
+                meet()
+
         def loop(step):
             def one(i, _):
-                if not walk.has_partial:
-                    return step(i, False)
                 full = walk.is_full(i)
                 pl.when(full)(lambda: step(i, False))
                 pl.when(jnp.logical_not(full))(lambda: step(i, True))
 
-            lax.fori_loop(0, walk.steps, one, None)
+            lax.fori_loop(0, walk.steps, one if walk.has_partial else lambda i, _: step(i, False), None)
 
         scores = plgpu.ACC((ROWS, BLOCK_Q), jnp.float32)
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
@@ -100,12 +118,16 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
 
             def run(dv_acc):
                 plgpu.barrier_wait(k_bar)
+                clean_keys(k_s)
 
                 def step(i, partial: bool):
                     slot = lax.rem(i, STAGES)
                     head, tile = walk(i)
                     bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
                     plgpu.barrier_wait(q_bar.at[slot])
+                    clean = partial and g.empty_tiles is not None
+                    if clean:
+                        clean_queries(i, q_s.at[slot])
 
                     def probabilities(s_acc):
                         plgpu.wgmma(s_acc, k_s.at[zero(i)], q_s.at[slot].transpose((1, 0)))
@@ -136,8 +158,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
             dv = pl.run_scoped(run, plgpu.ACC((ROWS, HEAD_DIM), jnp.float32))
-            plgpu.barrier_arrive(end_bar)
-            plgpu.barrier_wait(end_bar)
+            meet()
             store(dv, v_s.at[0], dv_g)
 
         @pl.when(lax.axis_index("wg") == 1)
@@ -145,13 +166,17 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             def run(dk_acc):
                 plgpu.barrier_wait(v_bar)
                 plgpu.barrier_wait(k_bar)
+                clean_keys(v_s)
 
                 def step(i, partial: bool):
-                    del partial  # P is 0 where nothing is visible
                     slot = lax.rem(i, STAGES)
                     head, tile = walk(i)
                     drop = tile_math.dropout(head, tile)
                     plgpu.barrier_wait(dout_bar)
+                    clean = partial and g.empty_tiles is not None
+                    if clean:
+                        plgpu.barrier_wait(q_bar.at[slot])
+                        clean_queries(i, dout_s)
 
                     def scores_gradient(dp_acc):
                         plgpu.wgmma(dp_acc, v_s.at[zero(i)], dout_s.transpose((1, 0)))
@@ -164,7 +189,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     ds_s[...] = ds16
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_bar)
-                    plgpu.barrier_wait(q_bar.at[slot])
+                    if not clean:
+                        plgpu.barrier_wait(q_bar.at[slot])
                     plgpu.barrier_wait(ds_bar)
                     for chunk in range(_HALF // _CHUNK):
 
@@ -177,32 +203,34 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                         pl.run_scoped(query_gradient, dq_chunk)
                     plgpu.wgmma_wait(0)
 
-                lax.fori_loop(0, walk.steps, lambda i, _: step(i, False), None)
+                if g.empty_tiles is None:  # P is 0 where nothing is visible: one code for all tiles
+                    lax.fori_loop(0, walk.steps, lambda i, _: step(i, False), None)
+                else:
+                    loop(step)
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
 
             dk = pl.run_scoped(run, plgpu.ACC((ROWS, HEAD_DIM), jnp.float32))
-            plgpu.barrier_arrive(end_bar)
-            plgpu.barrier_wait(end_bar)
+            meet()
             store(dk * tile_math.scale, k_s.at[0], dk_g)
 
-    scratch = dict(
-        k_s=swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
-        v_s=swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
-        q_s=swizzled((STAGES, BLOCK_Q, HEAD_DIM), dtype),
-        dout_s=swizzled((BLOCK_Q, HEAD_DIM), dtype),
-        pivot_s=plgpu.SMEM((STAGES, BLOCK_Q), jnp.float32),
-        delta_s=plgpu.SMEM((BLOCK_Q,), jnp.float32),
-        p_s=swizzled((BLOCK_KV, BLOCK_Q), dtype),
-        ds_s=swizzled((BLOCK_KV, BLOCK_Q), dtype),
-        dq_s=swizzled((2, BLOCK_Q, _CHUNK), jnp.float32),
-        k_bar=plgpu.Barrier(),
-        v_bar=plgpu.Barrier(),
-        q_bar=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        dout_bar=plgpu.Barrier(num_arrivals=2),
-        p_bar=plgpu.Barrier(),
-        ds_bar=plgpu.Barrier(),
-        end_bar=plgpu.Barrier(num_arrivals=2),
-    )
+    scratch = {
+        "k_s": swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
+        "v_s": swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
+        "q_s": swizzled((STAGES, BLOCK_Q, HEAD_DIM), dtype),
+        "dout_s": swizzled((BLOCK_Q, HEAD_DIM), dtype),
+        "pivot_s": plgpu.SMEM((STAGES, BLOCK_Q), jnp.float32),
+        "delta_s": plgpu.SMEM((BLOCK_Q,), jnp.float32),
+        "p_s": swizzled((BLOCK_KV, BLOCK_Q), dtype),
+        "ds_s": swizzled((BLOCK_KV, BLOCK_Q), dtype),
+        "dq_s": swizzled((2, BLOCK_Q, _CHUNK), jnp.float32),
+        "k_bar": plgpu.Barrier(),
+        "v_bar": plgpu.Barrier(),
+        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "dout_bar": plgpu.Barrier(num_arrivals=2),
+        "p_bar": plgpu.Barrier(),
+        "ds_bar": plgpu.Barrier(),
+        "both_bar": plgpu.Barrier(num_arrivals=2),
+    }
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],

@@ -29,6 +29,7 @@ WGMMA = plgpu.Layout.WGMMA
 KEYS, QUERIES = WGMMA.reduce(1), WGMMA.reduce(0)  # one value a row, one value a column of a score tile
 ROWS = 64  # of a warpgroup's score tile
 _SECTION_BYTES = 32 * 2**20
+_KEEP_COLUMNS = 64  # of a matrix that is cleaned, in registers at once
 
 
 class Inputs(NamedTuple):
@@ -40,6 +41,9 @@ class Inputs(NamedTuple):
     ranges: int32 `[1 | batch, num_kv_tiles, 4]`: `schedule.Ranges` of q tiles.
     lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
     kinds: int32 `[1 | batch, num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where heads of a group differ.
+    seen, unseen_tiles: int32 `[1 | batch, kv_pad]`, `[1 | batch, num_kv_tiles]`: nonzero where a query sees the key, where a tile has
+      a key that none sees; None where every key is seen.
+    empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
     q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
     q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
     dense: int32 or int8 `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`, nonzero = visible.
@@ -57,6 +61,9 @@ class Inputs(NamedTuple):
     ranges: Any = None
     lists: Any = None
     kinds: Any = None
+    seen: Any = None
+    unseen_tiles: Any = None
+    empty_tiles: Any = None
     q_lo: Any = None
     q_hi: Any = None
     q_labels: Any = None
@@ -180,6 +187,24 @@ class ScoreTile:
         self.q_lo, self.q_hi = self._keys(refs.q_lo), self._keys(refs.q_hi)
         self.kv_labels = self._keys(refs.kv_labels)
 
+    def has_unseen_keys(self):
+        unseen = self.refs.unseen_tiles
+        return unseen[_shared(unseen, 0, self.b), self.kv_tile] != 0
+
+    def keep_keys(self, *refs) -> None:
+        """Zero the rows of K, V `[64, head_dim]` that no query sees."""
+        for ref in refs:
+            keep_rows(ref, self._keys(self.refs.seen) != 0)
+
+    def has_empty_rows(self, head, tile):
+        return self.refs.empty_tiles[self.b, head, tile] != 0
+
+    def keep_queries(self, ref, pivot) -> None:
+        """Zero the rows of Q, dO `[block_q, head_dim]` that see nothing: their pivot is +inf."""
+        for start in range(0, self.block_q, ROWS):
+            rows = pl.ds(start, ROWS)
+            keep_rows(ref.at[rows], self._load(pivot.at[rows], KEYS) < jnp.inf)
+
     def _load(self, ref, layout):
         return plgpu.load(ref, layout=layout, optimized=False)
 
@@ -256,6 +281,14 @@ class ScoreTile:
         for ref in self.refs.dense:
             s = jnp.where(self._elements(ref, head, start) != 0, s, -jnp.inf)
         return s
+
+
+def keep_rows(ref, kept) -> None:
+    """Zero the rows of a matrix in shared memory `[64, columns]` where `kept` (booleans `[64]`) is not: no 0 * NaN in a product."""
+    for start in range(0, ref.shape[-1], _KEEP_COLUMNS):
+        part = ref.at[:, pl.ds(start, _KEEP_COLUMNS)]
+        x = plgpu.load(part, layout=WGMMA)
+        part[...] = jnp.where(lax.broadcast_in_dim(kept, x.shape, [0]), x, jnp.zeros_like(x))
 
 
 def flatten(inputs: Inputs):
