@@ -252,6 +252,25 @@ def test_memory_example():
     assert io_model.flash_backward(p, (128, 128)).memory == 2 * 16 * 16384 * (128 + 2) * F32, "float32 dq, lse, delta"
 
 
+def test_constants_of_the_documentation():
+    """`a N d + b N d T + c N^2` elements of the matrices, one head; in float32 all elements weigh the same."""
+    n, d, sram = 1024, 64, 4 * 2**14
+    p = problem(n, head_dim=d, dtype="float32")
+    assert io_model.paper_blocks(p, sram) == (64, 64)
+    t = n // 64
+    expected = {
+        io_model.standard_forward(p): (4, 0, 4),
+        io_model.algorithm_1(p, sram): (3, 3, 0),
+        io_model.flash_forward(p, (64, 32)): (2, 2, 0),
+        io_model.standard_backward(p): (8, 0, 7),
+        io_model.algorithm_4(p, sram): (7, 5, 0),
+        io_model.flash_backward(p, (32, 64)): (7 + 2, 2 + 2, 0),
+    }
+    for cost, (a, b, c) in expected.items():
+        moved = sum(sum(moved) for name, moved in by_array(cost).items() if name not in ("l, m", "lse", "delta"))
+        assert moved == 4 * (a * n * d + b * n * d * t + c * n * n), cost.name
+
+
 # ------------------------------------------------------------------------------------------------- limits, monotony
 def elements(cost):
     return cost.hbm / F16
