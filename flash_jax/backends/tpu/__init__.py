@@ -24,42 +24,8 @@ Array = jax.Array
 
 # What Mosaic computes elementwise on a tile; the inner functions of `jit` are looked into.
 _ELEMENTWISE = frozenset(
-    (
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "select_n",
-        "convert_element_type",
-        "clamp",
-        "rem",
-        "div",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "integer_pow",
-        "exp",
-        "log",
-        "tanh",
-        "sqrt",
-        "floor",
-        "ceil",
-        "round",
-    )
+    """add sub mul neg abs sign max min eq ne lt le gt ge and or xor not select_n convert_element_type clamp rem div shift_left
+    shift_right_logical shift_right_arithmetic integer_pow exp log tanh sqrt floor ceil round""".split()  # noqa: SIM905
 )
 _WORDS = ("int32", "uint32", "float32", "bool")
 

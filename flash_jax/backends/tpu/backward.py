@@ -21,7 +21,7 @@ from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.dbias import dbias
 from flash_jax.backends.tpu.forward import states
 from flash_jax.backends.tpu.gradients import tile_gradients
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, pad_rows, row_of, scale_in_query, slice_keys
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, pad_rows, row_of, slice_keys
 from flash_jax.backends.tpu.tile import NN, TN, Tile, dot
 from flash_jax.problem import Operands, Problem
 
@@ -56,8 +56,7 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
 
     @pl.when((head == last[0]) & (ids.i == last[1]))
     def _():
-        of_query = 1 / softmax.LOG2E if scale_in_query(problem) else scale
-        out["dk"][...] = (dk_ref[...] * of_query).astype(out["dk"].dtype)
+        out["dk"][...] = (dk_ref[...] * scale).astype(out["dk"].dtype)
         out["dv"][...] = dv_ref[...].astype(out["dv"].dtype)
 
 
@@ -86,7 +85,8 @@ def backward(
 ) -> dict[str, Array]:
     """See `base.Backend.backward`."""
     tiles = config.backward
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - jnp.where(lse == -jnp.inf, 0, dlse)
+    seen = lse > -jnp.inf  # of the other rows nothing is read: they may be padding
+    delta = jnp.where(seen, (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - dlse, 0)
     pivot, weight = _row_weights(problem, config, operands, lse, tiles)
     arrays = arrange(problem, tiles, operands)._replace(
         dout=pad_rows(heads_first(dout), tiles), pivot=pivot, weight=weight, delta=row_of(delta, tiles)
@@ -96,7 +96,8 @@ def backward(
         gradients = _dq_dk_dv(problem, tiles, config.vmem, arrays, unscaled="scale" in wanted)
     if "scale" in wanted:
         dq = gradients["query"]  # of the scaled scores' own query: times q it sums to the scale's gradient, at scale 0 as well
-        by_batch = (dq * operands.query.astype(jnp.float32)).sum((1, 2, 3))
+        query = jnp.where(seen[..., None], operands.query.astype(jnp.float32), 0)
+        by_batch = (dq * query).sum((1, 2, 3))
         gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
         gradients["query"] = (dq * operands.scale[:, None, None, None]).astype(problem.dtype)
     if "bias" in wanted:
@@ -126,9 +127,9 @@ def _dq_dk_dv(problem: Problem, tiles: Tiles, vmem: int, arrays: Arrays, *, unsc
                 "dv": ("bgk.", of_keys(problem.v_head_dim), problem.dtype),
             },
             {
-                "dq": (tiles.block_q, problem.head_dim),
-                "dk": (tiles.resident, problem.head_dim),
-                "dv": (tiles.resident, problem.v_head_dim),
+                "dq": ((tiles.block_q, problem.head_dim), jnp.float32),
+                "dk": ((tiles.resident, problem.head_dim), jnp.float32),
+                "dv": ((tiles.resident, problem.v_head_dim), jnp.float32),
             },
             name="flash_backward",
             vmem=vmem,

@@ -67,7 +67,7 @@ def dbias(problem: Problem, config: Config, operands: Operands, arrays: Arrays) 
         grid,
         arrays,
         {"dbias": ("bhqk", arrays.bias.shape, jnp.float32 if operands.bias.dtype != jnp.bfloat16 else jnp.bfloat16)},
-        {"acc": acc},
+        {"acc": (acc, jnp.float32)},
         name="flash_dbias",
         vmem=config.vmem,
     )

@@ -72,7 +72,11 @@ def states(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tup
         grid,
         arrays,
         {"out": ("bhq.", (*heads, q_pad, problem.v_head_dim), problem.dtype), "m": row, "l": row},
-        {"m": lanes, "l": lanes, "acc": (tiles.block_q, problem.v_head_dim)},
+        {
+            "m": (lanes, jnp.float32),
+            "l": (lanes, jnp.float32),
+            "acc": ((tiles.block_q, problem.v_head_dim), jnp.float32),
+        },
         name="flash_forward",
         vmem=vmem,
         held=plan.held_slice(problem, tiles) if slices > 1 else None,

@@ -9,10 +9,9 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout
 from flash_jax.backends.tpu.config import Tiles
-from flash_jax.backends.tpu.launch import Arrays, Ids, scale_in_query
+from flash_jax.backends.tpu.launch import Arrays, Ids
 from flash_jax.logits import logits
 from flash_jax.problem import Problem
-from flash_jax.softmax import LOG2E
 
 Array = jax.Array
 
@@ -89,9 +88,6 @@ class Tile:
 
     @property
     def scale(self):
-        """What is left of the scale to apply to q . k."""
-        if scale_in_query(self.problem):
-            return 1 / LOG2E
         return self.problem.scale if self.refs.scale is None else self._of_batch(self.refs.scale)
 
     def _of_batch(self, ref):
