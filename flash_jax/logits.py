@@ -1,5 +1,7 @@
 """From products to logits on a tile, and the derivative: scale, soft cap, bias, in this order."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -8,7 +10,14 @@ from flash_jax.softmax import LOG2E
 Array = jax.Array
 
 
-def logits(qk: Array, scale, soft_cap: float | None, bias: Array | None) -> tuple[Array, Array | None]:
+def tanh_by_exp2(x: Array) -> Array:
+    """tanh to a rounding of 1, where the hardware's own is good to 11 bits only. Not to be differentiated: see `dscores`."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+
+
+def logits(
+    qk: Array, scale, soft_cap: float | None, bias: Array | None, tanh: Callable[[Array], Array] = jnp.tanh
+) -> tuple[Array, Array | None]:
     """`log2(e) * (cap * tanh(scale * qk / cap) + bias)`, in the base-2 units of `softmax`.
 
     Args:
@@ -16,16 +25,17 @@ def logits(qk: Array, scale, soft_cap: float | None, bias: Array | None) -> tupl
       scale: Python float or an array that broadcasts against `qk`.
       soft_cap: the cap, or None for no cap.
       bias: broadcasts against `qk`, in its dtype; or None.
+      tanh: how a backend computes it.
 
     Returns:
       The logits and, with a soft cap, `tanh(scale * qk / cap)` for the derivative (else None).
     """
     if soft_cap is None:
-        tanh, s = None, qk * (scale * LOG2E)
+        capped, s = None, qk * (scale * LOG2E)
     else:
-        tanh = jnp.tanh(qk * (scale / soft_cap))
-        s = tanh * (soft_cap * LOG2E)
-    return (s if bias is None else s + _base_2(bias)), tanh
+        capped = tanh(qk * (scale / soft_cap))
+        s = capped * (soft_cap * LOG2E)
+    return (s if bias is None else s + _base_2(bias)), capped
 
 
 def _base_2(bias: Array) -> Array:

@@ -77,6 +77,21 @@ def interval_ranges(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int) -> 
     return Ranges(begin, full_begin, full_end, end)
 
 
+def ranges_of_kinds(kinds: Array) -> Ranges:
+    """The hull of the tiles that are not empty, from kinds `[..., num_kv_tiles]`; it may hold empty ones, which a mask then hides."""
+    tiles = kinds.shape[-1]
+    index = jnp.arange(tiles, dtype=jnp.int32)
+    first = lambda x: jnp.where(x, index, tiles).min(-1)
+    last = lambda x: jnp.where(x, index + 1, 0).max(-1)
+    some, every = kinds != EMPTY, kinds == FULL
+    end = last(some)
+    begin = jnp.minimum(first(some), end)
+    full_begin, full_end = first(every), last(every)
+    in_one_piece = full_end - full_begin == every.sum(-1)
+    full_begin = jnp.where(in_one_piece, full_begin, begin)
+    return Ranges(begin, full_begin, jnp.where(in_one_piece, full_end, full_begin), end)
+
+
 def interval_kinds(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int, kv_len: int) -> Array:
     """int8 `[..., num_q_tiles, num_kv_tiles]` from bounds int32 `[..., q_len]`."""
     first = jnp.arange(num_tiles(kv_len, block_kv), dtype=jnp.int32) * block_kv

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from flash_jax import dropout, softmax
 from flash_jax.backends.hopper import pipeline
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, swizzled
-from flash_jax.logits import logits
+from flash_jax.logits import logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
 
@@ -168,7 +168,7 @@ class _Rows:
         s = qk
         if self.factor is None:
             bias = None if self.g.bias is None else self._elements(self.g.bias, kv_start).astype(jnp.float32)
-            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias)
+            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2)
         if not masked:
             return s
         if self.kv_lo is not None or self.kv_hi is not None:
@@ -222,6 +222,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
     v_head_dim, dtype, group = inputs.value.shape[-1], inputs.query.dtype, problem.group
     block_kv, stages, num_compute = config.block_kv, config.stages, config.warpgroups
     q_pad = -(-problem.q_len // config.block_q) * config.block_q
+    assert config.separate_out or head_dim == v_head_dim
     leaves, tree = jax.tree.flatten(inputs)
     num_multiprocessors = inputs.table.shape[0]
 
@@ -339,11 +340,10 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                 out, lse = pl.run_scoped(attend, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                mine = out_s.at[wg] if config.separate_out or head_dim == v_head_dim else out_s.at[wg, :, pl.ds(0, v_head_dim)]
-                mine[...] = out.astype(dtype)
+                out_s[wg] = out.astype(dtype)
                 lse_s[wg] = lse
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(mine, out_g.at[tile.b, pl.ds(q_start, WARPGROUP_ROWS), tile.head])
+                plgpu.copy_smem_to_gmem(out_s.at[wg], out_g.at[tile.b, pl.ds(q_start, WARPGROUP_ROWS), tile.head])
                 plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[tile.b, tile.head, pl.ds(q_start, WARPGROUP_ROWS)])
                 if not config.separate_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

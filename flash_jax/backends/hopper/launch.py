@@ -21,7 +21,8 @@ def head_dims(problem: Problem) -> tuple[int, int]:
     """head_dim and v_head_dim as the kernel has them."""
     fit = lambda n: next(d for d in _HEAD_DIMS if n <= d)
     v_head_dim = fit(problem.v_head_dim)
-    return max(fit(problem.head_dim), v_head_dim), v_head_dim
+    head_dim = max(fit(problem.head_dim), v_head_dim)
+    return head_dim, 256 if head_dim == 256 else v_head_dim
 
 
 def default_config(problem: Problem, device: Device) -> Config:
@@ -40,8 +41,8 @@ def default_config(problem: Problem, device: Device) -> Config:
         return Config(3, 128) if wide else Config(2, 128)
     if head_dim == 128:
         return Config(2, 64, stages=4) if few_registers else Config(2, 128)
-    if v_head_dim <= 128:
-        return Config(2, 64 if few_registers else 128, separate_out=False)
+    if head_dim == 192:
+        return Config(2, 64) if few_registers or v_head_dim > 128 else Config(2, 96, v_swizzle=64)
     return Config(2, 32 if few_registers else 64, separate_out=False, take_turns=False, v_swizzle=64 if few_registers else 128)
 
 
@@ -115,44 +116,55 @@ def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Input
 def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array, Masked, Array | None]:
     """The table, the tiles of each multiprocessor, what is masked, and tile lists where the visible tiles are no range."""
     block_q, block_kv = config.block_q, config.block_kv
-    num_q_tiles, num_kv_tiles = schedule.num_tiles(problem.q_len, block_q), schedule.num_tiles(problem.kv_len, block_kv)
-    masks_tail = problem.kv_len % block_kv != 0
-    static = backward._static_bounds(problem)
-    estimate = np.full(num_q_tiles, num_kv_tiles)
-    ranges = None
-    if static is not None:
+    num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
+    multiprocessors = num_multiprocessors(Device("gpu", ""))
+    static, lists = backward._static_bounds(problem), None
+    if problem.mask.is_interval and static is not None:
         with jax.ensure_compile_time_eval():
             ranges = schedule.Ranges(*(np.asarray(x) for x in schedule.interval_ranges(*map(jnp.asarray, static), block_q, block_kv)))
-        estimate = np.maximum(ranges.end[0] - ranges.begin[0], 1)
-    # One multiprocessor count for all Hopper cards would do; a list too many only waits.
-    bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
-    tiles = work.deal(estimate, problem.batch, problem.num_heads, bytes_per_head, num_multiprocessors(Device("gpu", "")))
-    counts = (tiles[:, :, 0] >= 0).sum(1).astype(np.int32)
-    b, head, q_tile = np.moveaxis(np.maximum(tiles, 0), 2, 0)
-    lists = None
-    if problem.mask.is_interval:
-        if ranges is None:
-            ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
-            masked = Masked(True, True, True)
-        else:
-            before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
-            some = masks_tail or not problem.mask.hides_nothing
-            masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()))
-        begin, full_begin, full_end, end = ranges
-        end = jnp.maximum(end, 1)
-        begin = jnp.minimum(begin, end - 1)
-        per_tile = [end - begin, end - 1, end - full_end, end - full_begin, jnp.ones_like(end)]
-        at = lambda x: x[b if x.shape[0] > 1 else 0, q_tile]
+        masks_tail = problem.kv_len % block_kv != 0
+        some = masks_tail or not problem.mask.hides_nothing
+        before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
+        masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()))
+        per_tile = _steps_of_ranges(ranges)
+        bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
+        tiles = work.deal(np.asarray(per_tile[0][0]), problem.batch, problem.num_heads, bytes_per_head, multiprocessors)
+        b, head, q_tile = np.moveaxis(tiles, 2, 0)
     else:
-        kinds = _kinds(problem, operands, block_q, block_kv)
-        found = schedule.tile_lists(kinds)
-        lists, masked = found.index, Masked(True, False, True)
-        steps = jnp.maximum(found.end, 1)
-        per_tile = [steps, jnp.zeros_like(steps), jnp.zeros_like(steps), found.full_end, (found.end > 0).astype(jnp.int32)]
-        at = lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, q_tile]
-    columns = Tile(b, head, q_tile, *(at(jnp.asarray(x)) for x in per_tile))
-    table = jnp.stack([jnp.asarray(x, jnp.int32) for x in columns], axis=-1)
-    return table, jnp.asarray(counts), masked, lists
+        if problem.mask.is_interval:
+            ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
+            masked, per_tile = Masked(True, True, True), _steps_of_ranges(ranges)
+        else:
+            kinds = _kinds(problem, operands, block_q, block_kv)
+            if problem.mask.num_dense or problem.mask.block_sizes:
+                found = schedule.tile_lists(kinds)
+                lists, masked = found.index, Masked(True, False, True)
+                steps, none = jnp.maximum(found.end, 1), jnp.zeros_like(found.end)
+                per_tile = [steps, none, none, found.full_end, (found.end > 0).astype(jnp.int32)]
+            else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
+                masked, per_tile = Masked(True, True, True), _steps_of_ranges(schedule.ranges_of_kinds(kinds))
+        all_tiles = (problem.batch, problem.num_heads, num_q_tiles)
+        by_tile = lambda x: x[:, None] if x.ndim == 2 else x
+        steps = jnp.broadcast_to(by_tile(per_tile[0]), all_tiles)
+        b, head, q_tile = work.deal_by_data(steps, multiprocessors)
+
+    def at(x):
+        x = jnp.asarray(x)
+        if x.ndim == 2:
+            return x[b if x.shape[0] > 1 else 0, q_tile]
+        return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, q_tile]
+
+    table = jnp.stack([jnp.asarray(x, jnp.int32) for x in Tile(b, head, q_tile, *map(at, per_tile))], axis=-1)
+    counts = (jnp.asarray(b) >= 0).sum(1, dtype=jnp.int32)
+    return table, counts, masked, lists
+
+
+def _steps_of_ranges(ranges: schedule.Ranges) -> list:
+    """The last five fields of `Tile`, key tiles from last to first; at least one step."""
+    begin, full_begin, full_end, end = ranges
+    end = jnp.maximum(end, 1) if isinstance(end, Array) else np.maximum(end, 1)
+    begin = jnp.minimum(begin, end - 1) if isinstance(begin, Array) else np.minimum(begin, end - 1)
+    return [end - begin, end - 1, end - full_end, end - full_begin, end > 0]
 
 
 def _kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:

@@ -7,6 +7,8 @@ multiprocessor that is free first, inside sections of heads whose keys and value
 
 import heapq
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 _SECTION_BYTES = 32 * 2**20  # of keys and values; half of the L2 cache
@@ -33,3 +35,20 @@ def deal(steps: np.ndarray, batch: int, num_heads: int, bytes_per_head: int, num
     for n, tiles in enumerate(lists):
         table[n, : len(tiles)] = np.array(tiles, np.int32).reshape(-1, 3)
     return table
+
+
+def deal_by_data(steps: jax.Array, num_multiprocessors: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`b, head, q_tile`, int32 `[num_multiprocessors, longest]` each, -1 after the end of a list, where steps depend on data.
+
+    steps: int `[batch, num_heads, num_q_tiles]`. Longest first, round after round, every other round in reverse.
+    """
+    _, num_heads, num_q_tiles = steps.shape
+    count = steps.size
+    rounds = -(-count // num_multiprocessors)
+    order = jnp.argsort(-steps.transpose(0, 2, 1).ravel(), stable=True).astype(jnp.int32)  # heads together: they share keys
+    order = jnp.pad(order, (0, rounds * num_multiprocessors - count), constant_values=-1).reshape(rounds, num_multiprocessors)
+    backwards = (np.arange(rounds) % 2 == 1) & (np.arange(1, rounds + 1) * num_multiprocessors <= count)
+    order = jnp.where(backwards[:, None], order[:, ::-1], order).T
+    head, rest = order % num_heads, order // num_heads
+    none = order < 0
+    return tuple(jnp.where(none, -1, x) for x in (rest // num_q_tiles, head, rest % num_q_tiles))
