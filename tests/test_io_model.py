@@ -351,6 +351,9 @@ def test_density_scales_the_quadratic_part_only():
     sram = F16 * 2**15
     ratios = [elements(io_model.algorithm_1(p, sram, s)) / io_model.theta_flash(p, sram, s) for s in (1.0, 0.5, 0.1)]
     assert all(1 < r < 13 for r in ratios), "Proposition 4"
+    n, d, m = 2**14, 64, 2**15
+    assert io_model.theta_flash(p, sram) == n**2 * d**2 / m
+    assert io_model.theta_flash(p, sram, 0.25) == n * d + 0.25 * n**2 * d**2 / m
 
 
 def test_kinds_of_a_schedule_count_as_they_are():
@@ -395,6 +398,18 @@ def test_a_cache_keeps_what_fits():
     assert io_model.dram_bytes(softmax, cores=4, cache=matrix) == 0
     assert io_model.dram_bytes(scores, cores=4, cache=matrix) == sweep
     assert io_model.dram_bytes(output, cores=4, cache=matrix - 1) == matrix + sweep
+
+
+def test_a_cache_holds_the_heads_in_flight():
+    """8 heads of 4 q tiles each, keys and values 64 KiB a head: 8 cores work on 2 heads, 64 cores on all 8."""
+    kernel = io_model.flash_forward(problem(256, num_heads=8, head_dim=64), (64, 64)).kernels[0]
+    once = 8 * 4 * 256 * 64 * F16
+    assert kernel.sweepers == 4
+    for cores, heads in ((8, 2), (64, 8)):
+        assert io_model.dram_bytes(kernel, cores, heads * 2**16) == once
+        assert io_model.dram_bytes(kernel, cores, heads * 2**16 - 1) == once, "the 4 tiles of a head walk together"
+    assert io_model.dram_bytes(kernel, 2, 2**16) == once
+    assert io_model.dram_bytes(kernel, 2, 2**16 - 1) == once + 8 * 2**16, "two by two"
 
 
 def test_roofline_by_hand():

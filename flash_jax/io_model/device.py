@@ -69,7 +69,7 @@ def dram_bytes(kernel: Kernel, cores: int, cache: int) -> int:
 
     def moved(size: int, asked: int) -> int:
         once = min(size, asked)
-        return once if fits and cache else max(once, -(-asked // together))
+        return once if fits else max(once, -(-asked // together))
 
     return sum(moved(t.size, t.read) + moved(t.size, t.written) for t in kept)
 
