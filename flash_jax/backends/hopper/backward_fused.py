@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import ROWS, Inputs, ScoreTile, Walk, flatten, grid, position, swizzled
+from flash_jax.backends.hopper.backward_tile import Inputs, ScoreTile, Walk, flatten, grid, position
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, swizzled
 from flash_jax.problem import Problem
 
 WARPGROUPS = 2
-BLOCK_KV = ROWS * WARPGROUPS
+BLOCK_KV = WARPGROUP_ROWS * WARPGROUPS
 STAGES = 2
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: dQ [block_q, head_dim] is halved by rows at 64, by columns at 128
 
@@ -80,8 +81,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
         def warpgroup(wg: int):
             if wg == 0:
                 start_copies()
-            mine = pl.ds(wg * ROWS, ROWS)  # rows of K, V, dS; columns or rows of dQ
-            tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * ROWS)
+            mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K, V, dS; columns or rows of dQ
+            tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
 
             def zero(i):
                 """0, but unknown to the compiler and new in every step: it hoists no descriptors of K and V (and spills none)."""
@@ -115,7 +116,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
                     return ds16
 
-                accumulator = plgpu.ACC((ROWS, block_q), jnp.float32)
+                accumulator = plgpu.ACC((WARPGROUP_ROWS, block_q), jnp.float32)
                 ds16 = pl.run_scoped(scores, accumulator, accumulator)
                 ds_s[slot, mine] = ds16
                 meet()
@@ -125,7 +126,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 def query_gradient(dq_acc):
                     if half_rows:
                         plgpu.wgmma(dq_acc, ds_s.at[slot, :, mine].transpose((1, 0)), k_s.at[zero(i)])
-                        out = dq_g.at[b, pl.ds(tile * block_q + wg * ROWS, ROWS), head]
+                        out = dq_g.at[b, pl.ds(tile * block_q + wg * WARPGROUP_ROWS, WARPGROUP_ROWS), head]
                     else:
                         plgpu.wgmma(dq_acc, ds_s.at[slot].transpose((1, 0)), k_s.at[zero(i), :, mine])
                         out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
@@ -136,7 +137,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
 
-                pl.run_scoped(query_gradient, plgpu.ACC((ROWS, 64), jnp.float32))
+                pl.run_scoped(query_gradient, plgpu.ACC((WARPGROUP_ROWS, 64), jnp.float32))
                 plgpu.wgmma_wait(0)
 
             def run(dk_acc, dv_acc):
@@ -158,9 +159,9 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 lax.fori_loop(0, walk.steps, one if walk.has_partial else every, None)
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
-            accumulator = plgpu.ACC((ROWS, head_dim), jnp.float32)
+            accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
             dk, dv = pl.run_scoped(run, accumulator, accumulator)
-            rows = pl.ds(kv_start + wg * ROWS, ROWS)
+            rows = pl.ds(kv_start + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
@@ -182,7 +183,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
         "pivot_s": per_query,
         "delta_s": per_query,
         "ds_s": swizzled((STAGES, BLOCK_KV, block_q), dtype),
-        "dq_s": swizzled((WARPGROUPS, ROWS, 64), jnp.float32),
+        "dq_s": swizzled((WARPGROUPS, WARPGROUP_ROWS, 64), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),
         "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),

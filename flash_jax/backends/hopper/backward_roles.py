@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import ROWS, WGMMA, Inputs, ScoreTile, Walk, flatten, grid, position, swizzled
+from flash_jax.backends.hopper.backward_tile import Inputs, ScoreTile, Walk, flatten, grid, position
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
 from flash_jax.problem import Problem
 
-BLOCK_KV = ROWS
+BLOCK_KV = WARPGROUP_ROWS
 BLOCK_Q = 64
 HEAD_DIM = 256
 STAGES = 2  # of the query tile; dO has one
@@ -104,7 +105,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
 
             lax.fori_loop(0, walk.steps, one if walk.has_partial else lambda i, _: step(i, False), None)
 
-        scores = plgpu.ACC((ROWS, BLOCK_Q), jnp.float32)
+        scores = plgpu.ACC((WARPGROUP_ROWS, BLOCK_Q), jnp.float32)
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
         tile_math = ScoreTile(problem, g, BLOCK_Q, b, kv_tile, kv_tile * BLOCK_KV)
 
@@ -157,7 +158,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 loop(step)
                 return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
-            dv = pl.run_scoped(run, plgpu.ACC((ROWS, HEAD_DIM), jnp.float32))
+            dv = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
             meet()
             store(dv, v_s.at[0], dv_g)
 
@@ -209,7 +210,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     loop(step)
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
 
-            dk = pl.run_scoped(run, plgpu.ACC((ROWS, HEAD_DIM), jnp.float32))
+            dk = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
             meet()
             store(dk * tile_math.scale, k_s.at[0], dk_g)
 

@@ -5,29 +5,23 @@ key, the transpose of the row bounds: key `k` is seen by the queries in `[q_lo(k
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
 from flash_jax import dropout
-from flash_jax.logits import dscores, logits
+from flash_jax.backends.hopper import pipeline
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA
+from flash_jax.logits import dscores, logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
 from flash_jax.softmax import dlogits, probs_from_lse
 
-WGMMA = plgpu.Layout.WGMMA
-KEYS, QUERIES = WGMMA.reduce(1), WGMMA.reduce(0)  # one value a row, one value a column of a score tile
-ROWS = 64  # of a warpgroup's score tile
+KEYS, QUERIES = pipeline.ROWS, pipeline.COLUMNS
 _SECTION_BYTES = 32 * 2**20
 _KEEP_COLUMNS = 64  # of a matrix that is cleaned, in registers at once
 
@@ -71,47 +65,6 @@ class Inputs(NamedTuple):
     dense: tuple = ()
     bias: Any = None
     row_keys: Any = None
-
-
-def swizzled(shape: tuple[int, ...], dtype) -> Any:
-    """Shared memory that wgmma and the copy engine read without bank conflicts."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
-
-
-def keep_columns(x: jax.Array, lo: jax.Array, hi: jax.Array | None) -> jax.Array:
-    """x `[64, n]`: column c of row r where `lo[r] <= c < hi[r]` (int32 `[64]`), else -inf.
-
-    A thread holds columns `8 j + e + 2 (lane % 4)` of two rows. The lane's part goes to the bounds, so that columns are immediates;
-    written with an iota they would be 16 registers that live through the loop (measured: 40 to 240 bytes of spills).
-    """
-    bounds = (lo,) if hi is None else (lo, hi)
-    layouts = (WGMMA,) + (KEYS,) * len(bounds)
-
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
-    def select(ctx, x, *bounds):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
-        element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
-        lane_columns = arith.shli(arith.andi(mosaic_utils.thread_idx(), constant(3)), constant(1))
-        scalar = lambda r: element(r, 0) if isinstance(r.type, ir.VectorType) else r
-        rows = [[arith.subi(scalar(r), lane_columns) for r in b.registers.flat] for b in bounds]
-        hidden = arith.constant(f32, ir.FloatAttr.get(f32, -math.inf))
-        out = x.registers.copy()
-        for n, index in enumerate(np.ndindex(out.shape)):
-            column_group, row = divmod(n, 2)
-            pair = out[index]
-            for e in range(2):
-                column = constant(8 * column_group + e)
-                seen = arith.cmpi(arith.CmpIPredicate.sle, rows[0][row], column)
-                if len(rows) == 2:
-                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sgt, rows[1][row], column))
-                at = ir.DenseI64ArrayAttr.get([e])
-                pair = vector.insert(arith.select(seen, element(pair, e), hidden), pair, dynamic_position=[], static_position=at)
-            out[index] = pair
-        return fragmented_array.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
-
-    return select(x, *bounds)
 
 
 def _shared(ref, axis: int, index):
@@ -201,8 +154,8 @@ class ScoreTile:
 
     def keep_queries(self, ref, pivot) -> None:
         """Zero the rows of Q, dO `[block_q, head_dim]` that see nothing: their pivot is +inf."""
-        for start in range(0, self.block_q, ROWS):
-            rows = pl.ds(start, ROWS)
+        for start in range(0, self.block_q, WARPGROUP_ROWS):
+            rows = pl.ds(start, WARPGROUP_ROWS)
             keep_rows(ref.at[rows], self._load(pivot.at[rows], KEYS) < jnp.inf)
 
     def _load(self, ref, layout):
@@ -211,13 +164,13 @@ class ScoreTile:
     def _keys(self, ref):
         if ref is None:
             return None
-        return self._load(ref.at[_shared(ref, 0, self.b), pl.ds(self.key_start, ROWS)], KEYS)
+        return self._load(ref.at[_shared(ref, 0, self.b), pl.ds(self.key_start, WARPGROUP_ROWS)], KEYS)
 
     def _beside_queries(self, row):
-        return lax.broadcast_in_dim(row, (ROWS, self.block_q), [1])
+        return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, self.block_q), [1])
 
     def _beside_keys(self, row):
-        return lax.broadcast_in_dim(row, (ROWS, self.block_q), [0])
+        return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, self.block_q), [0])
 
     def queries(self, ref):
         """One value a query, in shared or global memory, beside the tile."""
@@ -226,10 +179,10 @@ class ScoreTile:
     def _elements(self, ref, head, q_start):
         """A tile of `[1 | batch, 1 | heads, 1 | kv_pad, 1 | q_pad]` in global memory."""
         ref = ref.at[_shared(ref, 0, self.b), _shared(ref, 1, head)]
-        keys, queries = pl.ds(self.key_start, ROWS), pl.ds(q_start, self.block_q)
+        keys, queries = pl.ds(self.key_start, WARPGROUP_ROWS), pl.ds(q_start, self.block_q)
         one_key, one_query = ref.shape[0] == 1, ref.shape[1] == 1
         if one_key and one_query:
-            return lax.broadcast_in_dim(ref[0, 0], (ROWS, self.block_q), [])
+            return lax.broadcast_in_dim(ref[0, 0], (WARPGROUP_ROWS, self.block_q), [])
         if one_key:
             return self.queries(ref.at[0, queries])
         if one_query:
@@ -246,7 +199,7 @@ class ScoreTile:
 
         pivot: reference to the base-2 lse of the tile's queries.
         """
-        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias)
+        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2)
         if partial:
             s = self._visible(s, head, tile)
         p = probs_from_lse(s, pivot, self.queries)
@@ -263,14 +216,14 @@ class ScoreTile:
             return lambda x: x
         rate, q_start = self.problem.dropout_rate, tile * self.block_q
         row_keys = self.queries(keys.at[_shared(keys, 0, self.b), _shared(keys, 1, head), pl.ds(q_start, self.block_q)])
-        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=KEYS) + self.key_start)
+        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=KEYS) + self.key_start)
         kept = dropout.keep(row_keys, kv_ids, rate)
         return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
 
     def _visible(self, s, head, tile):
         start = tile * self.block_q
         if self.q_lo is not None:
-            s = keep_columns(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
+            s = pipeline.keep_interval(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
         if self.kv_labels is not None:
             ref = self.refs.q_labels
             q_labels = self.queries(ref.at[_shared(ref, 0, self.b), pl.ds(start, self.block_q)])

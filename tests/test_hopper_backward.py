@@ -1,0 +1,118 @@
+"""The Hopper backward in Mosaic GPU's interpreter, race detector on: gradients against the float64 oracle."""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BY_NAME
+from hopper_interpret_patch import interpreted_pieces, races_found
+from oracle import in_float64, reference_attention, unfused
+from tolerance import assert_as_exact_as_unfused
+
+from flash_jax import api
+from flash_jax.backends.hopper import backward
+
+
+def gradients(arguments, dout, dlse, wanted):
+    """By the kernels, from out and lse of the reference in float32."""
+    request = api._prepare(**arguments)
+    problem = request.problem
+    assert backward.declines(problem) is None
+    wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
+    out, lse = reference_attention(**wide)
+    args = (out.astype(problem.dtype), lse, dout.astype(problem.dtype), dlse)
+    shapes = (problem.out_shape, problem.lse_shape) * 2
+    out, lse, dout, dlse = (x.reshape(shape) for x, shape in zip(args, shapes, strict=True))
+    with interpreted_pieces(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        run = jax.jit(lambda *x: backward.backward(problem, request.operands, *x, wanted))
+        result = jax.block_until_ready(run(out, lse, dout, dlse))
+    assert not races_found()
+    return result
+
+
+FAST = [("causal", {}), ("both_lengths_causal", {"head_dim": 200}), ("gqa", {"q_len": 150, "kv_len": 150})]
+SLOW = [
+    ("full", {"head_dim": 200}),
+    ("full", {"head_dim": 100, "dtype": "float16"}),
+    ("window", {"head_dim": 128, "q_len": 200, "kv_len": 200}),
+    ("bottom_right_empty_rows", {}),
+    ("both_lengths_causal", {}),
+    ("kv_lengths", {"head_dim": 200}),
+    ("packed", {}),
+    ("scattered_labels", {}),
+    ("dense_keys", {}),
+    ("dense_full", {}),
+    ("soft_cap", {}),
+    ("soft_cap", {"head_dim": 200}),
+    ("dropout", {}),
+    ("dropout", {"head_dim": 200}),
+    ("scale_array", {}),
+    ("bias_rows_gqa", {}),
+    ("bias_keys", {}),
+    ("v_head_dim", {}),
+    ("everything", {"num_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param(*x, id=str(x)) for x in FAST] + [pytest.param(*x, marks=pytest.mark.slow, id=str(x)) for x in SLOW],
+)
+def test_gradients(name, sizes):
+    case = dataclasses.replace(BY_NAME[name], **{"dtype": "bfloat16", **sizes})
+    arguments, dout, dlse = case.build()
+    arguments.pop("sinks", None)
+    operands = api._prepare(**arguments).operands
+    wanted = ("query", "key", "value", *(n for n in ("bias", "scale") if getattr(operands, n) is not None))
+    got = gradients(arguments, dout, dlse, wanted)
+    expected, yardstick = in_float64(arguments, dout, dlse), unfused(arguments, dout, dlse)
+    checked = [n for n in wanted if f"d{n}" in expected]
+    assert checked[:3] == ["query", "key", "value"]
+    for n in checked:
+        x = np.asarray(got[n].astype(jnp.float32)).reshape(expected[f"d{n}"].shape)
+        assert_as_exact_as_unfused(f"d{n}", x, yardstick[f"d{n}"], expected[f"d{n}"], case.dtype)
+
+
+@pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
+def test_padding_of_nan_reaches_no_gradient(head_dim):
+    case = dataclasses.replace(BY_NAME["both_lengths_causal"], dtype="bfloat16", head_dim=head_dim)
+    arguments, dout, dlse = case.build()
+    clean = gradients(arguments, dout, dlse, ("query", "key", "value"))
+    q_len, kv_len = (np.asarray(arguments[n]) for n in ("query_seq_lengths", "key_value_seq_lengths"))
+    assert (q_len < case.q_len).any()
+    assert (kv_len < case.kv_len).any()
+    rows, keys = np.arange(case.q_len) >= q_len[:, None], np.arange(case.kv_len) >= kv_len[:, None]
+    spoil = lambda x, where: jnp.where(where[..., None, None], jnp.nan, x)
+    poisoned = arguments | {
+        "query": spoil(arguments["query"], rows),
+        "key": spoil(arguments["key"], keys),
+        "value": spoil(arguments["value"], keys),
+    }
+    request = api._prepare(**arguments)
+    wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
+    out, lse = reference_attention(**wide)
+    operands = api._prepare(**poisoned).operands
+    args = (out.astype(jnp.bfloat16), lse, spoil(dout, rows).astype(jnp.bfloat16), jnp.where(rows[..., None], jnp.nan, dlse))
+    with interpreted_pieces(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        run = jax.jit(lambda *x: backward.backward(request.problem, operands, *x, ("query", "key", "value")))
+        spoiled = jax.block_until_ready(run(*args))
+    for n, x in clean.items():
+        np.testing.assert_array_equal(np.asarray(spoiled[n].astype(jnp.float32)), np.asarray(x.astype(jnp.float32)), err_msg=n)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dtype": np.dtype(np.float32)}, "must be bfloat16 or float16"),
+        ({"head_dim": 320}, "at most 256"),
+        ({"deterministic_backward": True}, "deterministic_backward=True is not served"),
+        ({"batch": 65536}, "at most 65535"),
+    ],
+)
+def test_declines(changes, sentence):
+    problem = api._prepare(*(jnp.zeros((1, 8, 1, 64), jnp.bfloat16) for _ in range(3))).problem
+    assert backward.declines(problem) is None
+    assert sentence in backward.declines(dataclasses.replace(problem, **changes))
