@@ -4,10 +4,10 @@ import os
 
 import hypothesis
 
-OPT_IN = {  # marker: what --marker runs in addition
-    "slow": "tests that take more than about 20 seconds",
-    "aot": "tests that compile kernels for hardware that is not there",
-    "device": "all tests, those that need an accelerator included, on this machine's accelerator instead of two CPU devices",
+OPT_IN = {  # marker: what --marker runs
+    "slow": "also tests that take more than about 20 seconds",
+    "aot": "also tests that compile kernels for hardware that is not there",
+    "device": "only the tests of this machine's accelerator, on it instead of two CPU devices",
 }
 
 # A first example compiles, so its time says nothing; CI sees the same examples in every run.
@@ -38,8 +38,13 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = {marker for marker in OPT_IN if not config.getoption(f"--{marker}")}
-    deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    chosen = {marker for marker in OPT_IN if config.getoption(f"--{marker}")}
+
+    def runs(item):
+        marks = OPT_IN.keys() & {mark.name for mark in item.iter_markers()}
+        return marks <= chosen and ("device" in marks or "device" not in chosen)
+
+    deselected = [item for item in items if not runs(item)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in set(deselected)]
+        items[:] = [item for item in items if runs(item)]
