@@ -163,7 +163,7 @@ def test_tiles_of_packed_sequences_are_skipped():
     assert (visits > 0).sum() <= (expected > 0).sum() + 2
 
 
-@pytest.mark.parametrize("name", ["lengths", pytest.param("dense", marks=pytest.mark.slow), pytest.param("segments", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lengths", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "segments", "function"))])
 def test_padding_reaches_nothing(name, kernels):
     from test_padding import ARRAYS, DLSE, DOUT, poisoned
     from test_padding import CASES as PADDED
