@@ -9,6 +9,7 @@ from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import backward, forward, work
 from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
 from flash_jax.problem import Operands, Problem
+from flash_jax.tuning.table import Key, lookup
 from flash_jax.visibility import row_bounds
 
 Array = jax.Array
@@ -26,13 +27,16 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def default_config(problem: Problem, device: Device) -> Config:
-    """Tiles that live in the registers; measured: benchmarks/results, the search of `tuning.search`.
+    """What `tuning.search` found on this kind of card, else tiles that live in the registers; measured: benchmarks/results.
 
+    A block map wants tiles that divide its blocks, which `declines` must know without the card: there the table has no say.
     From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
     compute warpgroups) do not spill.
     """
-    del device
     head_dim, v_head_dim = head_dims(problem)
+    found = None if problem.mask.block_sizes else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
+    if found is not None:
+        return Config(**found)
     few_registers = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
     if head_dim == 64:
         wide = not problem.mask.block_sizes  # 192 rows divide no block map
