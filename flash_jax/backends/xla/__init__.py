@@ -19,7 +19,7 @@ __all__ = ["BACKEND", "Config", "default_config", "jvp"]
 def default_config(problem: Problem, device: Device) -> Config:
     """256 x 256, or rows in one piece where a short full row needs no online softmax; as equal as possible for the lengths.
 
-    measured: benchmarks/cpu.py
+    measured: python -m flash_jax.bench cpu
     """
     short = problem.mask.hides_nothing and problem.kv_len <= 512
     block_q, block_kv = problem.block_sizes or ((128, 512) if short else (256, 256))

@@ -1,9 +1,11 @@
 """Timing that compares: all sides in one process, compiled before anything is timed, round after round in shuffled order."""
 
 import dataclasses
+import importlib.metadata
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from datetime import UTC, datetime
 
 import jax
 import numpy as np
+
+LEAST = 0.005  # seconds a sample should take, so that neither the clock nor the launch is what is measured
 
 
 @dataclasses.dataclass
@@ -20,6 +24,7 @@ class Samples:
     seconds: dict[str, list[float]]
 
     def median(self, side: str) -> float:
+        """The middle sample."""
         return statistics.median(self.seconds[side])
 
     def ratios(self, side: str, against: str) -> list[float]:
@@ -27,6 +32,7 @@ class Samples:
         return [b / a for a, b in zip(self.seconds[side], self.seconds[against], strict=True)]
 
     def summary(self, side: str, against: str) -> dict:
+        """Median, p10 and p90 of the ratios."""
         low, middle, high = np.percentile(self.ratios(side, against), [10, 50, 90])
         return {"ratio": float(middle), "p10": float(low), "p90": float(high)}
 
@@ -41,6 +47,7 @@ def interleave(sides: dict[str, Callable[[], object]], rounds: int, calls: int =
         random.shuffle(order)
         for name in order:
             start = time.perf_counter()
+            result = None
             for _ in range(calls):
                 result = sides[name]()
             jax.block_until_ready(result)
@@ -48,17 +55,26 @@ def interleave(sides: dict[str, Callable[[], object]], rounds: int, calls: int =
     return Samples(samples)
 
 
+def interleave_for(sides: dict[str, Callable[[], object]], seconds: float) -> Samples:
+    """As many rounds as fit into about `seconds`, from 5 to 100."""
+    once = interleave(sides, rounds=1)
+    each = [once.median(side) for side in sides]
+    calls = max(1, min(100, round(LEAST / min(each))))
+    return interleave(sides, max(5, min(100, int(seconds / (calls * sum(each))))), calls)
+
+
 def provenance() -> dict:
     """What a results file says of where it came from."""
     device = jax.devices()[0]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m flash_jax.bench", *sys.argv[1:]]),
         "device": device.device_kind,
         "platform": device.platform,
         "processor": _processor(),
+        "gpu": _gpu(),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
     }
 
@@ -70,3 +86,14 @@ def _processor() -> str:
         return f"{len(lines)} x {lines[0].split(':')[1].strip()}"
     except (OSError, IndexError):
         return platform.processor()
+
+
+def _gpu() -> str | None:
+    """Driver, clocks and power limit of the first NVIDIA GPU, at this moment; None without one."""
+    fields = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return ", ".join(f"{name} {value.strip()}" for name, value in zip(fields.split(","), shown.split(","), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -1,0 +1,192 @@
+"""The benchmark: a wrong result has no speed, peers compute the same, results are written and compared."""
+
+import copy
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from flash_jax.bench import measure as measuring
+from flash_jax.bench import report, timing
+from flash_jax.bench.__main__ import main
+from flash_jax.bench.accuracy import Reference
+from flash_jax.bench.rows import BLOCK, PRESETS, Row
+from flash_jax.bench.sides import SIDES
+
+SMALL = Row(1, 256, 2, 32, dtype="float32", is_causal=True)
+
+
+def results_of(attention, arrays):
+    def run(*qkv_dout):
+        *qkv, dout = qkv_dout
+        out, pullback = jax.vjp(attention, *qkv)
+        return out, *pullback(dout)
+
+    return jax.jit(run)(*arrays)
+
+
+@functools.cache
+def checked(dtype):
+    row = Row(2, 256, 4, 64, 2, dtype=dtype, is_causal=True)
+    arrays = row.arrays()
+    return Reference(row, arrays), results_of(SIDES["flash_jax"](row), arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_results_are_allowed(dtype):
+    reference, results = checked(dtype)
+    errors, reason = reference.check(results)
+    assert reason is None
+    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert 0 < max(errors.values()) < (1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_an_error_of_one_percent_is_refused(wrong, dtype):
+    reference, results = checked(dtype)
+    name = ("out", "dq", "dk", "dv")[wrong]
+    results = [np.asarray(x, np.float32) for x in results]
+    planted = [x * np.float32(1.01) if n == wrong else x for n, x in enumerate(results)]
+    assert reference.check(planted)[1].startswith(f"{name}: ")
+    noise = [x + 0.02 * x.std() * np.random.default_rng(0).standard_normal(x.shape) if n == wrong else x for n, x in enumerate(results)]
+    assert reference.check(noise)[1].startswith(f"{name}: relative error")
+    broken = [np.where(np.arange(x.shape[-1]) == 3, np.nan, x) if n == wrong else x for n, x in enumerate(results)]
+    assert reference.check(broken)[1].startswith(f"{name}: ")
+
+
+def test_a_refused_side_is_not_timed():
+    def wrong(row):
+        return lambda *qkv: 1.01 * SIDES["jax.nn"](row)(*qkv)
+
+    def unable(row):
+        def attention(*qkv):
+            raise NotImplementedError("no such attention")
+
+        return attention
+
+    sides = {"flash_jax": SIDES["jax.nn"], "flash_jax:wrong": wrong, "unable": unable, "jax.nn": SIDES["jax.nn"]}
+    record = measuring.measure(SMALL, list(sides), 0.1, sides)
+    assert record["sides"]["flash_jax:wrong"]["refused"].startswith("out: ")
+    assert record["sides"]["unable"] == {"refused": "NotImplementedError: no such attention"}
+    assert not {"forward", "backward"} & set(record["sides"]["flash_jax:wrong"])
+    for name in ("flash_jax", "jax.nn"):
+        for phase in ("forward", "backward"):
+            side = record["sides"][name][phase]
+            assert len(side["seconds"]) >= 5
+            assert 0 < side["p10"] <= side["median"] <= side["p90"]
+            assert side["memory"] > 0
+            assert set(side["over"]) == {"flash_jax", "jax.nn"} - {name}
+    assert record["sides"]["flash_jax"]["runs"].startswith("xla with Config(")
+    assert measuring.refusals({"rows": [record]}) == [f"{SMALL.name}: flash_jax:wrong: {record['sides']['flash_jax:wrong']['refused']}"]
+    text = report.markdown({"preset": "x", "provenance": timing.provenance(), "rows": [record]})
+    assert f"| {SMALL.name} | flash_jax:wrong | refused: out: " in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(2, 100, 4, 16, 2, kv_len=70, dtype="float32", is_causal=True, window=(80, 0)),
+        Row(2, 130, 2, 16, dtype="float32", segments=4),
+        Row(2, 4 * BLOCK, 2, 16, dtype="float32", density=0.5),
+    ],
+    ids=lambda row: row.name,
+)
+def test_peers_are_asked_the_same(row):
+    arrays = row.arrays()
+    ours, theirs = (results_of(SIDES[name](row), arrays) for name in ("flash_jax", "jax.nn"))
+    reference = Reference(row, arrays)
+    assert reference.check(ours)[1] is None
+    assert reference.check(theirs)[1] is None
+
+
+def test_block_patterns_have_their_density():
+    for density in (1.0, 0.5, 0.25, 0.125):
+        blocks = Row(1, 16 * BLOCK, 1, 8, density=density)._blocks()
+        assert (blocks.sum(1) == 16 * density).all()
+        assert blocks.diagonal().all()
+
+
+def test_products_by_hand():
+    """4 N^2 d a head; half of it causal; a window of 4 keys; a quarter when packed in 4."""
+    assert measuring.products(Row(2, 8, 3, 16)) == 4 * 2 * 3 * 64 * 16
+    assert measuring.products(Row(2, 8, 3, 16, is_causal=True)) == 2 * 2 * 3 * 64 * 16
+    assert measuring.products(Row(1, 8, 1, 16, window=(2, 1))) == 4 * 8 * 4 * 16
+    assert measuring.products(Row(1, 8, 1, 16, segments=4)) == 4 * 64 * 16 / 4
+
+
+def test_names_tell_rows_apart():
+    for make in PRESETS.values():
+        names = [row.name for row in make()]
+        assert len(set(names)) == len(names) > 1
+
+
+def test_interleaving():
+    calls = []
+    sides = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    samples = timing.interleave(sides, rounds=4, calls=3)
+    assert calls.count("a") == calls.count("b") == 1 + 4 * 3
+    assert all(set(calls[2 + n : 8 + n]) == {"a", "b"} for n in range(0, 24, 6)), "every round has both"
+    assert len(samples.seconds["a"]) == 4
+    ratios = timing.Samples({"a": [1.0, 2.0, 4.0], "b": [2.0, 4.0, 4.0]})
+    assert ratios.ratios("a", "b") == [2.0, 2.0, 1.0]
+    assert ratios.summary("a", "b")["ratio"] == 2.0
+
+
+# -------------------------------------------------------------------------------------------------------- compare
+def timed(median, spread):
+    return {"median": median, "p10": median - spread, "p90": median + spread}
+
+
+def results(device="toy", **medians):
+    sides = {name: {"errors": {}, "forward": timed(*m), "backward": timed(1.0, 0.5)} for name, m in medians.items()}
+    return {"preset": "quick", "provenance": {"date": "today", "device": device}, "rows": [{"row": "r", "sides": sides}]}
+
+
+def test_compare_claims_only_what_the_spread_allows(tmp_path, capsys):
+    old = results(fast=(2e-3, 1e-4), slow=(1e-3, 1e-4), same=(1e-3, 5e-4), refused=(1e-3, 1e-4))
+    new = results(fast=(1e-3, 1e-4), slow=(2e-3, 1e-4), same=(1.2e-3, 5e-4), refused=(1e-3, 1e-4), added=(1e-3, 1e-4))
+    new["rows"][0]["sides"]["refused"] = {"refused": "out: wrong"}
+    old["rows"].append(copy.deepcopy(old["rows"][0]) | {"row": "dropped"})
+    for name, data in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert main(["compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "r, fast, forward: 2.000 -> 1.000 ms, 2.00x, faster" in lines
+    assert "r, slow, forward: 1.000 -> 2.000 ms, 0.50x, slower" in lines
+    assert "r, same, forward: 1.000 -> 1.200 ms, 0.83x, no difference shown" in lines
+    assert "r, refused, forward: was timed; is out: wrong" in lines
+    assert "r, added: new" in lines
+    assert "dropped: gone" in lines
+    with pytest.raises(ValueError, match="different devices, toy and other"):
+        report.compare(old, results("other"))
+
+
+# -------------------------------------------------------------------------------------------------------- command
+MINE = ["mine", "--shape", "1,128,128,2,2,16", "--dtype", "float32", "--is-causal", "--seconds", "0.1"]
+
+
+def test_command_writes_its_report(tmp_path, capsys):
+    out = tmp_path / "mine.json"
+    assert main([*MINE, "--out", str(out)]) == 0
+    assert "## Where we lose" in capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert data["provenance"]["jax"] == jax.__version__
+    assert set(data["rows"][0]["sides"]) >= {"flash_jax", "jax.nn"}
+    assert out.with_suffix(".md").read_text().startswith("# mine on ")
+    assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_command_fails_on_a_wrong_result(monkeypatch, capsys):
+    planted = lambda row: lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True) * 1.01
+    monkeypatch.setitem(SIDES, "flash_jax", planted)
+    assert main([*MINE, "--sides", "flash_jax"]) == 1
+    assert "refused: b1_n128x128_h2/2_d16_float32_causal: flash_jax: out: " in capsys.readouterr().err
+
+
+def test_command_names_what_is_wrong(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["mine", "--shape", "1,2,3"])
+    assert "six positive integers, got '1,2,3'" in capsys.readouterr().err
