@@ -160,8 +160,10 @@ def test_compare_claims_only_what_the_spread_allows(tmp_path, capsys):
     assert "r, refused, forward: was timed; is out: wrong" in lines
     assert "r, added: new" in lines
     assert "dropped: gone" in lines
-    with pytest.raises(ValueError, match="different devices, toy and other"):
-        report.compare(old, results("other"))
+    (tmp_path / "new.json").write_text(json.dumps(results("other")))
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+    assert "the files are from different devices, toy and other" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------- command

@@ -494,6 +494,13 @@ def test_command_as_text(capsys):
     assert "H200 SXM" in shown
 
 
+def test_command_has_no_times_for_float32(capsys):
+    main([*COMMAND, "--dtype", "float32"])
+    shown = capsys.readouterr().out
+    assert "No roofline: the devices' matrix rates are of bfloat16 and float16." in shown
+    assert "one matrix of scores is 2.147 GB" in shown
+
+
 def test_command_plots(tmp_path: pathlib.Path):
     path = tmp_path / "out.png"
     main([*COMMAND, "--plot", str(path)])

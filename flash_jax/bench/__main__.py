@@ -54,9 +54,13 @@ def _mine(o) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if one of our own results was refused."""
-    o = parser().parse_args(arguments)
+    options = parser()
+    o = options.parse_args(arguments)
     if o.command == "compare":
-        sys.stdout.write(report.compare(*(json.loads(path.read_text()) for path in (o.old, o.new))))
+        try:
+            sys.stdout.write(report.compare(*(json.loads(path.read_text()) for path in (o.old, o.new))))
+        except (OSError, ValueError) as error:
+            options.error(str(error))
         return 0
     rows = [row for row in (_mine(o) if o.command == "mine" else PRESETS[o.command]()) if o.only in row.name]
     results = {"preset": o.command, "provenance": provenance(), "rows": []}

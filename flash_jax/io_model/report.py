@@ -98,7 +98,8 @@ def _on_device(request: Request, device: Device) -> dict:
 # ----------------------------------------------------------------------------------------------------------- text
 def text(data: dict) -> str:
     """The records as tables and sentences."""
-    return "\n\n".join([_title(data), _algorithms(data), *([_devices(data)] if data["devices"] else []), _sentences(data)]) + "\n"
+    devices = _devices(data) if data["devices"] else "No roofline: the devices' matrix rates are of bfloat16 and float16."
+    return "\n\n".join([_title(data), _algorithms(data), devices, _sentences(data)]) + "\n"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
