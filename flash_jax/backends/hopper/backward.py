@@ -34,7 +34,7 @@ def declines(problem: Problem) -> str | None:
     if problem.deterministic_backward:
         return "deterministic_backward=True is not served: dq is added up in any order."
     if problem.mask.functions:
-        return "mask: functions (Mask.from_function, a second pair of segment ids) are not evaluated in the backward."
+        return "mask: functions (Mask.from_function, a second pair of labels) are not evaluated in the backward."
     block_q, block_kv = _tile(problem)
     for sizes in problem.mask.block_sizes:
         if sizes[0] % block_q or sizes[1] % block_kv:
