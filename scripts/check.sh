@@ -33,7 +33,7 @@ step() {
 run_tests() {
   local command='scripts/run pytest'
   grep -qxF "$command" README.md || { echo "README.md does not have the line '$command'." >&2 && return 1; }
-  $command
+  PYTEST_ADDOPTS="--numprocesses=2 ${PYTEST_ADDOPTS:-}" $command
 }
 
 # The wheel, in an environment with nothing but what it asks for, away from this folder.
