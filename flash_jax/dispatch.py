@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from flash_jax.backends import cudnn, hopper, xla
+from flash_jax.backends import cudnn, hopper, tpu, xla
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import Problem
 
 # In order of preference; a new implementation is one line here.
-BACKENDS: tuple[Backend, ...] = (hopper.BACKEND, cudnn.BACKEND, xla.BACKEND)
+BACKENDS: tuple[Backend, ...] = (hopper.BACKEND, tpu.BACKEND, cudnn.BACKEND, xla.BACKEND)
 
 NAMES = tuple(backend.name for backend in BACKENDS)
 
