@@ -6,21 +6,19 @@ key tile visits query tiles.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flash_jax import schedule
 from flash_jax.backends import xla
 from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import backward_fused, backward_roles
 from flash_jax.backends.hopper.backward_tile import Inputs
+from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import lse_pivot
-from flash_jax.visibility import row_bounds
 
 Array = jax.Array
 
 _MAX_GRID = 65535  # of CUDA's second grid axis
-_ROW_TILE = 8  # the copy engine takes lengths that are multiples of this; the rest of a tile it fills with zeros, or leaves out
 
 
 def declines(problem: Problem) -> str | None:
@@ -95,55 +93,10 @@ def _dscale(problem: Problem, operands: Operands, dq: Array, lse: Array) -> Arra
     return (by_batch.sum(keepdims=True) if operands.scale.shape[0] == 1 else by_batch).astype(operands.scale.dtype)
 
 
-def _static_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
-    """kv_lo, kv_hi `[1, q_len]` if they are known now."""
-    if problem.mask.rule is None:
-        return None
-    with jax.ensure_compile_time_eval():
-        lo, hi = problem.mask.rule(jnp.arange(problem.q_len, dtype=jnp.int32))
-        return np.asarray(lo)[None], np.asarray(hi)[None]
-
-
 def _may_have_empty_rows(problem: Problem) -> bool:
     """By the mask."""
-    bounds = _static_bounds(problem)
+    bounds = static_bounds(problem)
     return not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
-
-
-def _seen_keys(problem: Problem, operands: Operands) -> Array | None:
-    """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them."""
-    mask, terms = operands.mask, []
-    q_lo, q_hi = _transposed_bounds(problem, operands, problem.kv_len)
-    if problem.mask.rule is None or not bool((q_lo < q_hi).all()):
-        terms.append(jnp.asarray(q_lo < q_hi))
-    if mask.q_labels is not None:
-        terms.append((mask.kv_labels[:, :, None] == mask.q_labels[:, None, :]).any(-1))
-    for dense in mask.dense:
-        terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
-    for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
-    seen = None
-    for term in terms:
-        seen = term if seen is None else seen & term
-    return seen
-
-
-def _transposed_bounds(problem: Problem, operands: Operands, length: int):
-    """q_lo, q_hi int32 `[1 | batch, length]`: key k is seen by the queries in `[q_lo(k), q_hi(k))`. NumPy if known now."""
-    static = _static_bounds(problem)
-    if static is not None:
-        keys = np.arange(length)
-        q_lo, q_hi = (np.searchsorted(bound[0], keys, side="right").astype(np.int32)[None] for bound in (static[1], static[0]))
-        return q_lo, q_hi
-    keys = jnp.arange(length, dtype=jnp.int32)
-    kv_lo, kv_hi = row_bounds(problem.mask, operands.mask, problem.q_len)
-    count = lambda bound: (bound[:, :, None] <= keys).sum(1, dtype=jnp.int32)
-    return count(kv_hi), count(kv_lo)
-
-
-def _pad(x: Array, sizes: dict[int, int], fill=0) -> Array:
-    """Grow axes to the given sizes."""
-    return jnp.pad(x, [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)], constant_values=fill)
 
 
 def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Inputs:
@@ -157,8 +110,8 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
     empty = lse.transpose(0, 2, 1) == -jnp.inf  # [batch, num_heads, q_len]
     if _may_have_empty_rows(problem) or problem.bias_shape is not None:
         delta = jnp.where(empty, 0, delta)
-    by_rows = lambda x, fill: _pad(x, {2: q_pad}, fill)
-    wide = lambda x: _pad(x, {1: -(-x.shape[1] // _ROW_TILE) * _ROW_TILE, 3: head_dim})
+    by_rows = lambda x, fill: pad(x, {2: q_pad}, fill)
+    wide = lambda x: pad(x, {1: -(-x.shape[1] // ROW_TILE) * ROW_TILE, 3: head_dim})
     inputs = Inputs(
         query=wide(operands.query),
         key=wide(operands.key),
@@ -168,21 +121,21 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
         delta=by_rows(delta, 0),
         scale=operands.scale,
         bias=None if operands.bias is None else _elements(operands.bias, q_pad, kv_pad),
-        row_keys=None if operands.dropout_row_keys is None else _pad(operands.dropout_row_keys, {2: q_pad}),
+        row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
     )
     if problem.mask.hides_nothing and kv_pad == problem.kv_len:
         return inputs
-    q_lo, q_hi = _transposed_bounds(problem, operands, kv_pad)
+    q_lo, q_hi = transposed_bounds(problem, operands, kv_pad)
     always = problem.mask.rule is not None and bool((q_hi >= problem.q_len).all())
     q_hi = jnp.where(q_hi >= problem.q_len, q_pad, q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else q_hi)
     tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
     if _may_have_empty_rows(problem):
-        inputs = inputs._replace(empty_tiles=tiles_with(_pad(empty, {2: q_pad}), block_q))
-    seen = _seen_keys(problem, operands)
+        inputs = inputs._replace(empty_tiles=tiles_with(pad(empty, {2: q_pad}), block_q))
+    seen = seen_keys(problem, operands)
     if seen is not None:
-        unseen = tiles_with(_pad(~seen, {1: kv_pad}), block_kv)
-        inputs = inputs._replace(seen=_pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
+        unseen = tiles_with(pad(~seen, {1: kv_pad}), block_kv)
+        inputs = inputs._replace(seen=pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
     if problem.mask.is_interval:
         ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, block_kv, block_q)
         return inputs._replace(ranges=jnp.stack(ranges, axis=-1))
@@ -190,8 +143,8 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
     return inputs._replace(
         lists=lists,
         kinds=kinds,
-        q_labels=None if mask.q_labels is None else _pad(mask.q_labels, {1: q_pad}),
-        kv_labels=None if mask.kv_labels is None else _pad(mask.kv_labels, {1: kv_pad}),
+        q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
+        kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(_elements(x.astype(jnp.int32), q_pad, kv_pad) for x in mask.dense),
     )
 
@@ -199,20 +152,12 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
 def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
     """`[.., .., 1 | q_len, 1 | kv_len]` -> `[.., .., 1 | kv_pad, 1 | q_pad]`."""
     x = x.swapaxes(2, 3)
-    return _pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
+    return pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
 
 
 def _lists(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> tuple[Array, Array | None]:
     """`Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
-    mask, q_len, kv_len = operands.mask, problem.q_len, problem.kv_len
-    kv_lo, kv_hi = row_bounds(problem.mask, mask, q_len)
-    kinds = schedule.interval_kinds(kv_lo, kv_hi, block_q, block_kv, kv_len)[:, None]
-    if mask.q_labels is not None:
-        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
-    for dense in mask.dense:
-        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, q_len, kv_len))
-    for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, q_len, kv_len))
+    kinds = tile_kinds(problem, operands, block_q, block_kv)
     kinds, by_head = kinds.swapaxes(-1, -2), None
     if kinds.shape[1] > 1 and problem.group > 1:
         by_head = kinds.astype(jnp.int32)

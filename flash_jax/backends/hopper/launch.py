@@ -6,8 +6,9 @@ import numpy as np
 
 from flash_jax import schedule
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import backward, forward, work
+from flash_jax.backends.hopper import forward, work
 from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
+from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds
 from flash_jax.problem import Operands, Problem
 from flash_jax.tuning.table import Key, lookup
 from flash_jax.visibility import row_bounds
@@ -59,7 +60,7 @@ def declines(problem: Problem) -> str | None:
     if problem.block_sizes is not None:
         return f"block_sizes: the tiles are fixed by head_dim, got {problem.block_sizes}."
     if problem.mask.functions:
-        return "mask: functions (Mask.from_function, a second pair of segment ids) are not evaluated."
+        return "mask: functions (Mask.from_function, a second pair of labels) are not evaluated."
     config = default_config(problem, Device("gpu", ""))
     for sizes in problem.mask.block_sizes:
         if sizes[0] % config.block_q or sizes[1] % config.block_kv:
@@ -84,11 +85,10 @@ def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Input
     block_q, block_kv = config.block_q, config.block_kv
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
     kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
-    pad, row_tile = backward._pad, backward._ROW_TILE
-    wide = lambda x, dim: pad(x, {1: -(-x.shape[1] // row_tile) * row_tile, 3: dim})
+    wide = lambda x, dim: pad(x, {1: -(-x.shape[1] // ROW_TILE) * ROW_TILE, 3: dim})
     elements = lambda x: pad(x, {axis: size for axis, size in ((2, q_pad), (3, kv_pad)) if x.shape[axis] != 1})
 
-    seen = backward._seen_keys(problem, operands)
+    seen = seen_keys(problem, operands)
     value = operands.value if seen is None else jnp.where(seen[:, :, None, None], operands.value, 0)
     table, counts, masked, lists = _schedule(problem, config, operands)
     inputs = Inputs(
@@ -105,7 +105,7 @@ def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Input
     if not masked.any:
         return inputs, masked
     kv_lo, kv_hi = row_bounds(problem.mask, mask, problem.q_len)
-    static = backward._static_bounds(problem)
+    static = static_bounds(problem)
     has_lo = static is None or bool((static[0] > 0).any())
     has_hi = kv_pad != problem.kv_len or static is None or bool((static[1] < problem.kv_len).any())
     return inputs._replace(
@@ -122,7 +122,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Arr
     block_q, block_kv = config.block_q, config.block_kv
     num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
     multiprocessors = num_multiprocessors(Device("gpu", ""))
-    static, lists = backward._static_bounds(problem), None
+    static, lists = static_bounds(problem), None
     if problem.mask.is_interval and static is not None:
         with jax.ensure_compile_time_eval():
             ranges = schedule.Ranges(*(np.asarray(x) for x in schedule.interval_ranges(*map(jnp.asarray, static), block_q, block_kv)))
@@ -139,7 +139,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Arr
             ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
             masked, per_tile = Masked(True, True, True), _steps_of_ranges(ranges)
         else:
-            kinds = _kinds(problem, operands, block_q, block_kv)
+            kinds = tile_kinds(problem, operands, block_q, block_kv)
             if problem.mask.num_dense or problem.mask.block_sizes:
                 found = schedule.tile_lists(kinds)
                 lists, masked = found.index, Masked(True, False, True)
@@ -169,16 +169,3 @@ def _steps_of_ranges(ranges: schedule.Ranges) -> list:
     end = jnp.maximum(end, 1) if isinstance(end, Array) else np.maximum(end, 1)
     begin = jnp.minimum(begin, end - 1) if isinstance(begin, Array) else np.minimum(begin, end - 1)
     return [end - begin, end - 1, end - full_end, end - full_begin, end > 0]
-
-
-def _kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
-    """int8 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`."""
-    mask, lengths = operands.mask, (problem.q_len, problem.kv_len)
-    kinds = schedule.interval_kinds(*row_bounds(problem.mask, mask, problem.q_len), block_q, block_kv, problem.kv_len)[:, None]
-    if mask.q_labels is not None:
-        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
-    for dense in mask.dense:
-        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, *lengths))
-    for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, *lengths))
-    return kinds
