@@ -8,16 +8,24 @@ from flash_jax.schedule import num_tiles
 
 MIB = 2**20
 LANES = 128
+PIECE = 512  # rows that still make an efficient product
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """block_q x block_kv scores a tile; `resident` keys in VMEM at a time; `unroll` tiles a turn of the loop over full tiles."""
+    """What a kernel works in.
+
+    block_q, block_kv: scores of a tile.
+    resident: keys in VMEM at a time.
+    unroll: tiles a turn of the loop over full tiles.
+    pieces: parts of a q tile that are classified anew where the static rule makes the whole tile partial (forward only).
+    """
 
     block_q: int
     block_kv: int
     resident: int
     unroll: int = 1
+    pieces: int = 1
 
     @property
     def tiles_resident(self) -> int:
@@ -50,7 +58,7 @@ class _Generation:
 # measured in simulated cycles: python benchmarks/tpu_static.py --tiles
 _GENERATIONS = {
     "v4": _Generation(16 * MIB, (512, 512, 2), (512, 512, 1)),
-    "v5e": _Generation(128 * MIB, (1024, 512, 2), (1024, 512, 1)),
+    "v5e": _Generation(128 * MIB, (1024, 512, 2), (1024, 512, 2)),
     "v5p": _Generation(64 * MIB, (1024, 512, 2), (1024, 512, 1)),
     "v6e": _Generation(128 * MIB, (2048, 1024, 1), (1024, 1024, 1)),
     "7x": _Generation(64 * MIB, (1024, 1024, 1), (1024, 512, 1)),
@@ -106,4 +114,6 @@ def _tiles(problem: Problem, preferred: tuple[int, int, int], vmem: int, *, back
     a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 2 * columns * block_q + 64
     most = max(left // a_key // block_kv, 1)
     tiles = num_tiles(problem.kv_len, block_kv)
-    return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles))
+    pieces = 1 if backward or problem.mask.hides_nothing else max(block_q // max(block_kv, PIECE), 1)
+    pieces = pieces if block_q % (pieces * LANES) == 0 else 1
+    return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles), pieces)

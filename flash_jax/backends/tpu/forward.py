@@ -55,24 +55,24 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(j, masked):
-        tile = Tile(problem, tiles, refs, ids, first_tile, j, keys_first=False)
+    def step(j, masked, rows=slice(0, tiles.block_q)):
+        tile = Tile(problem, tiles, refs, ids, first_tile, j, keys_first=False, rows=rows)
         visible = tile.visible(masked)
-        qk = dot(problem, refs.query[...], refs.key[tile.slice, :], NT)
+        qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
         if unit is None:
             s, _ = tile.logits(qk)
             s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-            m, pivot, alpha = softmax.rescale(m_ref[...], s.max(1, keepdims=True))
+            m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
             p = softmax.probs(s, pivot, wide)
         else:
             qk = qk if visible is None else jnp.where(visible, qk, -jnp.inf)
-            m = jnp.maximum(m_ref[...], qk.max(1, keepdims=True))
-            alpha = jnp.exp2((m_ref[...] - m) * unit)
+            m = jnp.maximum(m_ref[rows, :], qk.max(1, keepdims=True))
+            alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
             p = jnp.exp2((qk - wide(m)) * unit)
-        m_ref[...] = m
-        l_ref[...] = l_ref[...] * alpha + _by_lane(p, lanes)
+        m_ref[rows, :] = m
+        l_ref[rows, :] = l_ref[rows, :] * alpha + _by_lane(p, lanes)
         v = tile.clean(refs.value[tile.slice, :], visible, of_keys=True)
-        acc_ref[...] = acc_ref[...] * wide(alpha, problem.v_head_dim) + dot(problem, tile.drop(p), v, NN)
+        acc_ref[rows, :] = acc_ref[rows, :] * wide(alpha, problem.v_head_dim) + dot(problem, tile.drop(p), v, NN)
 
     plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)
 

@@ -1,5 +1,6 @@
 """Which key tiles a q tile visits: from the static rule by arithmetic in the kernel, else from a table of kinds in SMEM."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -58,7 +59,10 @@ def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:
 
 
 def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Callable) -> None:
-    """`step(j, masked)` for each visited tile `j`, counted from `first_tile`, the first resident one."""
+    """`step(j, masked)` for each visited tile `j`, counted from `first_tile`, the first resident one.
+
+    With `tiles.pieces` the partial tiles of a static rule come as `step(j, masked, rows)`, piece by piece.
+    """
     resident = tiles.tiles_resident
     if kinds_ref is not None:
 
@@ -70,18 +74,38 @@ def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Call
         lax.fori_loop(jnp.int32(0), jnp.int32(resident), by_kind, None)
         return
 
+    masked = _by_piece(problem, tiles, ids, first_tile, step)
     rule = problem.mask.rule
     if rule.is_trivial and problem.kv_len % tiles.resident == 0:
         _unrolled(jnp.int32(0), resident // tiles.unroll, tiles.unroll, lambda j: step(j, False))
         if resident % tiles.unroll:
-            _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), lambda j: step(j, True))
+            _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), masked)
         return
     r = schedule.Ranges(*(jnp.clip(x - first_tile, 0, resident) for x in ranges(problem, tiles, ids.i)))
     if rule.left is not None or rule.chunk is not None:
-        _loop(r.begin, r.full_begin, lambda j: step(j, True))
+        _loop(r.begin, r.full_begin, masked)
     times = divide(r.full_end - r.full_begin, tiles.unroll)
     _unrolled(r.full_begin, times, tiles.unroll, lambda j: step(j, False))
-    _loop(r.full_begin + times * tiles.unroll, r.end, lambda j: step(j, True))  # also what the unrolled loop leaves over
+    _loop(r.full_begin + times * tiles.unroll, r.end, masked)  # also what the unrolled loop leaves over
+
+
+def _by_piece(problem: Problem, tiles: Tiles, ids, first_tile, step: Callable) -> Callable:
+    """A partial tile: each piece of its rows is skipped, or stepped onto with or without the mask, by its own ranges."""
+    if tiles.pieces == 1:
+        return lambda j: step(j, True)
+    size = tiles.block_q // tiles.pieces
+    finer = dataclasses.replace(tiles, block_q=size)
+
+    def body(j):
+        for n in range(tiles.pieces):
+            r, rows = ranges(problem, finer, ids.i * tiles.pieces + n), slice(n * size, (n + 1) * size)
+            tile = first_tile + j
+            full = (r.full_begin <= tile) & (tile < r.full_end)
+            partial = (r.begin <= tile) & (tile < r.end) & ~full
+            pl.when(full)(functools.partial(step, j, False, rows))
+            pl.when(partial)(functools.partial(step, j, True, rows))
+
+    return body
 
 
 def _loop(begin, end, body) -> None:

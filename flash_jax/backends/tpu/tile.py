@@ -45,14 +45,22 @@ class Tile:
     keys_first: the tile is `[block_kv, block_q]`, else `[block_q, block_kv]`. A number a row or a number a key broadcasts against it.
     """
 
-    def __init__(self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, j, *, keys_first: bool):
+    def __init__(
+        self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, j, *, keys_first: bool, rows: slice | None = None
+    ):
         self.problem, self.tiles, self.refs, self.ids, self.keys_first = problem, tiles, refs, ids, keys_first
+        self.rows = rows or slice(0, tiles.block_q)  # of the q tile
         self.start = pl.multiple_of(j * tiles.block_kv, tiles.block_kv)
         self.first_key = (first_tile + j) * tiles.block_kv
         self.slice = pl.ds(self.start, tiles.block_kv)
 
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
     def _row(self, ref) -> Array:
-        return ref[...] if self.keys_first else across(ref[...])
+        x = ref[:, self.rows]
+        return x if self.keys_first else across(x)
 
     def _key(self, ref) -> Array:
         x = ref[:, self.slice]
@@ -60,23 +68,24 @@ class Tile:
 
     def _both(self, ref) -> Array:
         """Of `[1 | block_q, 1 | resident]`, widened to 32 bits."""
-        x = ref[...] if ref.shape[1] == 1 else ref[:, self.slice]
+        rows = slice(None) if ref.shape[0] == 1 else self.rows
+        x = ref[rows, :] if ref.shape[1] == 1 else ref[rows, self.slice]
         x = x.astype(jnp.float32)
         return transpose(x) if self.keys_first else x
 
     def _iota(self, of_keys: bool) -> Array:
-        n = self.tiles.block_kv if of_keys else self.tiles.block_q
+        n = self.tiles.block_kv if of_keys else self.num_rows
         axis = 0 if of_keys == self.keys_first else 1
         return lax.broadcasted_iota(jnp.int32, (n, 1) if axis == 0 else (1, n), axis)
 
     @functools.cached_property
     def shape(self) -> tuple[int, int]:
-        shape = (self.tiles.block_q, self.tiles.block_kv)
+        shape = (self.num_rows, self.tiles.block_kv)
         return shape[::-1] if self.keys_first else shape
 
     @functools.cached_property
     def q_ids(self) -> Array:
-        return self.ids.i * self.tiles.block_q + self._iota(of_keys=False)
+        return self.ids.i * self.tiles.block_q + self.rows.start + self._iota(of_keys=False)
 
     @functools.cached_property
     def kv_ids(self) -> Array:
