@@ -166,7 +166,7 @@ def interpreted(multiprocessors: int = 3):
         (pipeline, "finish_product", lambda product, in_flight: product),
         (pipeline, "await_turn", lambda warpgroup: None),
         (pipeline, "pass_turn", lambda warpgroup: None),
-        (launch, "num_multiprocessors", lambda device: multiprocessors),
+        (launch, "MULTIPROCESSORS", multiprocessors),
     ]
     if jax.__version_info__[:2] == (0, 11):
         replacements.append((shared_memory.Barrier, "deallocate", _release_barrier))

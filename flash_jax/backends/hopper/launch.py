@@ -15,7 +15,7 @@ from flash_jax.visibility import row_bounds
 
 Array = jax.Array
 
-_MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of others: 132
+MULTIPROCESSORS = 132  # of H100 SXM and H200: blocks of the persistent grid; on a card with fewer, some run after others
 _HEAD_DIMS = (64, 128, 192, 256)
 
 
@@ -68,11 +68,6 @@ def declines(problem: Problem) -> str | None:
     return None
 
 
-def num_multiprocessors(device: Device) -> int:
-    """Blocks of threads of the persistent grid."""
-    return _MULTIPROCESSORS.get(device.kind, 132)
-
-
 def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
     """See `backends.base.Backend.forward`."""
     inputs, masked = _inputs(problem, config, operands)
@@ -121,7 +116,6 @@ def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Arr
     """The table, the tiles of each multiprocessor, what is masked, and tile lists where the visible tiles are no range."""
     block_q, block_kv = config.block_q, config.block_kv
     num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
-    multiprocessors = num_multiprocessors(Device("gpu", ""))
     static, lists = static_bounds(problem), None
     if problem.mask.is_interval and static is not None:
         with jax.ensure_compile_time_eval():
@@ -132,7 +126,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Arr
         masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()))
         per_tile = _steps_of_ranges(ranges)
         bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
-        tiles = work.deal(np.asarray(per_tile[0][0]), problem.batch, problem.num_heads, bytes_per_head, multiprocessors)
+        tiles = work.deal(np.asarray(per_tile[0][0]), problem.batch, problem.num_heads, bytes_per_head, MULTIPROCESSORS)
         b, head, q_tile = np.moveaxis(tiles, 2, 0)
     else:
         if problem.mask.is_interval:
@@ -150,7 +144,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Arr
         all_tiles = (problem.batch, problem.num_heads, num_q_tiles)
         by_tile = lambda x: x[:, None] if x.ndim == 2 else x
         steps = jnp.broadcast_to(by_tile(per_tile[0]), all_tiles)
-        b, head, q_tile = work.deal_by_data(steps, multiprocessors)
+        b, head, q_tile = work.deal_by_data(steps, MULTIPROCESSORS)
 
     def at(x):
         x = jnp.asarray(x)
