@@ -40,6 +40,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return None
     if rule.right != 0 or rule.offset != 0 or rule.prefix is not None or rule.chunk is not None:
         return "cuDNN serves masks that end at the row's own position, with q_offset=0, without prefix and chunks."
+    if problem.q_len < problem.kv_len:
+        return f"cuDNN serves no mask with more keys than rows, where NaN in a key that no row sees might leak, got {problem.q_len} rows."
     if rule.left is not None and problem.q_len > problem.kv_len:
         return f"cuDNN serves no window with more rows than keys, where a row might see no key, got {problem.q_len} and {problem.kv_len}."
     return None
