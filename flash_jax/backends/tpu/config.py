@@ -88,7 +88,7 @@ def _even(length: int, block: int, multiple: int) -> int:
 def default_config(problem: Problem, device: Device) -> Config:
     """The generation's tiles, evened out for the lengths, and as many resident keys as VMEM holds."""
     generation = _GENERATIONS[_KINDS.get(device.kind, "v4")]
-    vmem = generation.vmem * 3 // 4  # XLA keeps operands of its own in the rest
+    vmem = generation.vmem * 5 // 8  # XLA keeps operands of its own in the rest
     forward = _tiles(problem, generation.forward, vmem, backward=False)
     return Config(forward, _tiles(problem, generation.backward, vmem, backward=True), vmem)
 
