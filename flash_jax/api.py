@@ -18,8 +18,6 @@ from flash_jax.problem import FLOAT32_MAX, FLOAT32_TINY, Operands, Problem, as_a
 Query = Float[Array, "*batch q_len heads head_dim"]
 Key = Float[Array, "*batch kv_len kv_heads head_dim"]
 Value = Float[Array, "*batch kv_len kv_heads v_head_dim"]
-Out = Float[Array, "*batch q_len heads v_head_dim"]
-Lse = Float[Array, "*batch q_len heads"]
 
 
 def flash_attention(

@@ -177,7 +177,7 @@ class _Fold:
         return x.sum(1, keepdims=True, dtype=x.dtype) if sum_batch else x
 
 
-def _fold_rule(primitive: Primitive, num_per_leaf_results: bool):
+def _fold_rule(primitive: Primitive, per_leaf_results: bool):
     def rule(args, axes, *, call: Call):
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         fold = _Fold(size, call.problem.batch)
@@ -190,7 +190,7 @@ def _fold_rule(primitive: Primitive, num_per_leaf_results: bool):
         )
         results = primitive.bind(*folded, call=dataclasses.replace(call, problem=problem))
         shared = [False] * len(results)
-        if num_per_leaf_results:  # a gradient has its operand's own shape: sum over the batch where that had a leading 1
+        if per_leaf_results:  # a gradient has its operand's own shape: sum over the batch where that had a leading 1
             operands = [(args[positions[name]], axes[positions[name]]) for name in call.wanted]
             shared = [x.shape[1 if axis == 0 else 0] == 1 for x, axis in operands]
         return [fold.undo(x, s) for x, s in zip(results, shared, strict=True)], [0] * len(results)

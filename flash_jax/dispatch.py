@@ -41,6 +41,7 @@ class Explanation:
 
     implementation: the name of the one that runs.
     config: its tiles and other settings of speed.
+    device: where it runs.
     why_not: for each other implementation, the first reason why it does not run.
     """
 

@@ -141,7 +141,7 @@ class Mask:
 
     @staticmethod
     def segments(query, key) -> "Mask":
-        """`query[i] == key[j]` for int32 ids `[*batch, q_len]` and `[*batch, kv_len]` of any integer type; no id is special."""
+        """`query[i] == key[j]`; integers `[*batch, q_len]` and `[*batch, kv_len]` whose values fit in int32; no id is special."""
         return Mask((_Segments(query, key),))
 
     @staticmethod
@@ -211,9 +211,7 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
     """Words to bounds and predicates, with every check on what the words hold."""
     static, dynamic = _Interval(shape.kv_len), _DynamicInterval()
     if _is_static(q_offset):
-        static.offset = operator.index(q_offset)
-        if abs(static.offset) >= _END:
-            raise ValueError(f"q_offset must lie within +-2**29, got {static.offset}.")
+        static.offset = _static_offset(q_offset)
     else:
         dynamic.offset = _positions("q_offset", q_offset, shape)
     segments: list[_Segments] = []
@@ -274,9 +272,9 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
         operands = operands._replace(functions=(*operands.functions, arrays))
     if functions:
         operands = operands._replace(batch_ids=jnp.arange(math.prod(shape.batch), dtype=jnp.int32))
-    rule = static.rule(dynamic)
+    rule = static.rule()
     if dynamic.is_used:
-        lo, hi = dynamic.bounds(rule, static, shape.q_len)
+        lo, hi = dynamic.bounds(rule, shape.q_len)
         operands, rule = operands._replace(kv_lo=lo, kv_hi=hi), None
     spec = MaskSpec(rule, bool(segments), len(operands.dense), tuple(block_sizes), tuple(functions))
     return Visibility(spec, operands)
@@ -299,13 +297,12 @@ class _Interval:
     chunk: int | None = None
     says_causal: bool = False
     says_prefix: bool = False
-    window_right: int | None = None
 
     def narrow(self, left, right):
         self.left = _tighter(self.left, left, min)
         self.right = _tighter(self.right, right, min)
 
-    def rule(self, dynamic: "_DynamicInterval") -> RowRule:
+    def rule(self) -> RowRule:
         prefix, right = self.prefix, self.right
         if self.says_prefix:
             if right is not None:
@@ -328,7 +325,7 @@ class _DynamicInterval:
     def is_used(self) -> bool:
         return any(x is not None for x in (self.offset, self.prefix, self.q_length, self.kv_length))
 
-    def bounds(self, rule: RowRule, static: _Interval, q_len: int) -> tuple[Array, Array]:
+    def bounds(self, rule: RowRule, q_len: int) -> tuple[Array, Array]:
         q_ids = jnp.arange(q_len, dtype=jnp.int32)[None]
         offset = rule.offset if self.offset is None else self.offset[:, None]
         prefix = rule.prefix
@@ -354,6 +351,13 @@ def _is_static(value) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def _static_offset(q_offset) -> int:
+    offset = operator.index(q_offset)
+    if abs(offset) >= _END:
+        raise ValueError(f"q_offset must lie within +-2**29, got {offset}.")
+    return offset
+
+
 def _window_side(name: str, value) -> int | None:
     if value is None:
         return None
@@ -373,7 +377,7 @@ def words(mask) -> Mask:
 def offset_rows(q_offset, shape: Shape) -> Array:
     """q_offset as int32 `[1 | batch, 1]`, to be added to row numbers."""
     if _is_static(q_offset):
-        return jnp.full((1, 1), operator.index(q_offset), jnp.int32)
+        return jnp.full((1, 1), _static_offset(q_offset), jnp.int32)
     return _positions("q_offset", q_offset, shape)[:, None]
 
 

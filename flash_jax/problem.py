@@ -19,7 +19,7 @@ FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One attention problem without its arrays: the static argument of the derivative rules, the key of tuning tables.
+    """One attention problem without its arrays: the static argument of the derivative rules, all that `why_not` sees.
 
     Legend: the user's batch axes are folded into one; `group = num_heads // num_kv_heads`.
 

@@ -13,9 +13,6 @@ class Tiles:
     forward: int = 0
     backward: int = 0
 
-    def reset(self):
-        self.forward = self.backward = 0
-
 
 @contextlib.contextmanager
 def counted_tiles(monkeypatch):
