@@ -15,7 +15,7 @@ from flash_jax import softmax
 from flash_jax.backends.xla.layout import Config, Split, arrange, pad, rows_from_tiles, slice_tile
 from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles
 from flash_jax.logits import dscores, logits
-from flash_jax.problem import Operands, Problem
+from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
 
 Array = jax.Array
 
@@ -270,9 +270,7 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
     acc_dtype = problem.compute_dtype
     split = Split.of(problem, config, operands)
     pivot_rows, weight_rows = _row_weights(problem, config, operands, _rows_layout(split, config, lse, -jnp.inf))
-    dotted = operands._replace(
-        **{name: jnp.zeros_like(x) for name in ("query", "key", "value", "bias", "scale") if (x := getattr(operands, name)) is not None}
-    )
+    dotted = operands._replace(**{name: jnp.zeros_like(x) for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None})
     whole_rows = _whole_rows(problem, config)
     dotted = arrange(problem, config, dotted._replace(**tangents), split)
 
