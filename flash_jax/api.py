@@ -249,12 +249,17 @@ def _check_flag(name: str, flag) -> None:
         raise TypeError(f"{name} must be True or False, known before tracing, got {type(flag).__name__}.")
 
 
+_LARGEST_CAP = 1e30  # far above, scale / cap is no normal float32 number and the scores would become 0
+
+
 def _soft_cap(logits_soft_cap) -> float | None:
     if logits_soft_cap is None:
         return None
     cap = static_float("logits_soft_cap", logits_soft_cap)
     if not FLOAT32_TINY <= cap <= FLOAT32_MAX:
         raise ValueError(f"logits_soft_cap must be positive and finite in float32, got {cap}. Use None for no cap.")
+    if cap > _LARGEST_CAP:
+        raise ValueError(f"logits_soft_cap must be at most {_LARGEST_CAP:g}, got {cap:g}. Use None for no cap.")
     return cap
 
 

@@ -175,6 +175,7 @@ def by_function(function: MaskFunction, batch: Array, head: Array, q_ids: Array,
     def axes(kind: str) -> list[int | None]:
         return [0 if function.kinds[n] == kind else None for n in range(len(operands))]
 
+    batch = jnp.broadcast_to(batch, max(batch.shape[0], *(x.shape[0] for x in operands), 1))  # one index may be shared by all
     shared = [operand.shape[0] == 1 and batch.shape[0] != 1 for operand in operands]
     operands = tuple(operand[0] if one else operand for operand, one in zip(operands, shared, strict=True))
     per_batch = [None if one else 0 for one in shared]

@@ -96,6 +96,7 @@ BAD = {
     "cap negative": ({"logits_soft_cap": -3}, ValueError, "logits_soft_cap must be positive .*got -3.0"),
     "cap NaN": ({"logits_soft_cap": np.float32("nan")}, ValueError, "logits_soft_cap must be positive .*got nan"),
     "cap 0 in float32": ({"logits_soft_cap": 1e-60}, ValueError, "logits_soft_cap must be positive and finite in float32, got 1e-60"),
+    "cap too large": ({"logits_soft_cap": 1e38}, ValueError, "logits_soft_cap must be at most 1e\\+30, got 1e\\+38. Use None for no cap"),
     "cap boolean": ({"logits_soft_cap": True}, TypeError, "logits_soft_cap must be a number, got bool"),
     "cap complex": ({"logits_soft_cap": np.complex64(1)}, TypeError, "logits_soft_cap must be a number, got complex64"),
     "cap array": ({"logits_soft_cap": np.ones(2)}, TypeError, "logits_soft_cap must be a number, got ndarray"),

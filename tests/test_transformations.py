@@ -13,7 +13,8 @@ from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import NamedSharding, PartitionSpec
 from oracle import differentiable, reference_attention
 
-from flash_jax import Mask, flash_attention
+from flash_jax import Mask, dispatch, flash_attention
+from flash_jax.backends.base import Device
 
 P = PartitionSpec
 attention = functools.partial(flash_attention, implementation="xla", block_sizes=(16, 16))
@@ -79,6 +80,18 @@ def test_vmap_over_everything_else():
     for a in range(2):
         for b in range(2):
             close(mapped[a, b], f(lengths[a, b], scale[a], keys[b], dense[:, a], sinks[a]))
+
+
+def test_vmap_over_the_array_of_a_mask_function_with_the_whole_batch_in_one_tile(monkeypatch):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: Device("gpu", "some GPU"))
+    q, k, v = qkv(20, batch=1)
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, 3, (4, 20)))
+
+    def f(labels):
+        visible = lambda b, h, i, j, label: (labels[i] >= label) & (b == 0)
+        return attention(q, k, v, mask=Mask.from_function(visible, labels, per=("key",)))
+
+    close(jax.vmap(f)(labels), jnp.stack([f(x) for x in labels]))
 
 
 LENGTHS = jnp.array([96, 5, 40, 17, 64, 1, 80, 33])
