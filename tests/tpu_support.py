@@ -19,16 +19,16 @@ def interpreted(params=True):
     return pltpu.force_tpu_interpret_mode(params)
 
 
-def attention(config, interpret=interpreted):
-    """`flash_attention(..., return_residual=True)` by the kernels, with these tiles."""
+def attention(config, interpret=interpreted, device=DEVICE):
+    """`flash_attention(..., return_residual=True)` by the kernels, with these tiles (None: the device's)."""
 
     def call(**arguments):
-        request = api._prepare(**arguments)
-        reason = tpu.BACKEND.why_not(request.problem, DEVICE)
+        request = api.prepare(**arguments)
+        reason = tpu.BACKEND.why_not(request.problem, device)
         assert reason is None, reason
-        tiles = config or tpu.BACKEND.default_config(request.problem, DEVICE)
+        tiles = config or tpu.BACKEND.default_config(request.problem, device)
         with interpret() if interpret else contextlib.nullcontext():
-            out, lse = attend(request.problem, tpu.BACKEND, tiles, DEVICE, request.operands)
+            out, lse = attend(request.problem, tpu.BACKEND, tiles, device, request.operands)
         if request.sinks is not None:
             out, lse = api._with_sinks(out, lse, request.sinks)
         return out.reshape(*request.batch, *out.shape[1:]), lse.reshape(*request.batch, *lse.shape[1:])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -42,6 +43,17 @@ def ranges(problem: Problem, tiles: Tiles, i) -> schedule.Ranges:
     end = jnp.where(seen, up(hi_max), 0)
     full_begin = jnp.clip(up(lo_max), begin, end)
     return schedule.Ranges(begin, full_begin, jnp.clip(divide(hi_min, tiles.block_kv), full_begin, end), end)
+
+
+@functools.cache
+def unseen(rule: visibility.RowRule, q_len: int) -> tuple[bool, bool]:
+    """Whether the rule leaves a row without keys, and a key without rows: what padding may hold then has to be cleaned."""
+    with jax.ensure_compile_time_eval():
+        lo, hi = (np.asarray(x) for x in rule(jnp.arange(q_len, dtype=jnp.int32)))
+    rows = np.zeros(rule.kv_len + 1, int)  # that see each key, as differences
+    np.add.at(rows, lo, 1)
+    np.subtract.at(rows, hi, 1)
+    return bool((lo >= hi).any()), bool((rows.cumsum()[:-1] == 0).any())
 
 
 def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:

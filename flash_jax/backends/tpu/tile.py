@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout
+from flash_jax.backends.tpu import plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.backends.tpu.launch import Arrays, Ids
 from flash_jax.logits import logits
@@ -175,12 +176,17 @@ class Tile:
         kept = dropout.keep(row_keys, self.kv_ids, self.problem.dropout_rate)
         return jnp.where(kept, x * (1 / (1 - self.problem.dropout_rate)), 0)
 
+    def _hides(self, of_keys: bool) -> bool:
+        """Whether there may be keys that no row sees, or rows that see no key."""
+        problem = self.problem
+        return problem.bias_shape is not None or not plan.is_static(problem) or plan.unseen(problem.mask.rule, problem.q_len)[of_keys]
+
     def clean(self, x: Array, visible: Array | None, *, of_keys: bool) -> Array:
         """Zero the keys that no row of the tile sees, or the rows that see no key: what padding holds must not meet 0 * NaN.
 
         `x` is `[block_kv | block_q, dim]`.
         """
-        if visible is None:
+        if visible is None or not self._hides(of_keys):
             return x
         axis = 1 if of_keys == self.keys_first else 0
         used = jnp.where(visible, 1.0, 0.0).max(axis, keepdims=True)
