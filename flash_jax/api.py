@@ -1,5 +1,6 @@
 """`flash_attention`, the one public call, and `explain`, which says what it will do."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -96,7 +97,7 @@ def flash_attention(
     """
     arguments = {name: x for name, x in locals().items() if name not in ("implementation", "return_residual")}
     _check_flag("return_residual", return_residual)
-    request = _prepare(**arguments, wants_lse=return_residual or sinks is not None)
+    request = prepare(**arguments, wants_lse=return_residual or sinks is not None)
     device = dispatch.current_device(query, key, value)
     problem, batch = request.problem, request.batch
     backend, explanation = dispatch.choose(problem, device, implementation)
@@ -119,6 +120,7 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, checks them alike, and returns the implementation
     chosen, its tiles, and for each other implementation the reason why it does not run. `print` it.
     """
+    inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
     _check_flag("return_residual", return_residual)
     static = {
         name: options.pop(name) for name in ("local_window_size", "logits_soft_cap", "dropout_rate", "block_sizes") if name in options
@@ -133,21 +135,23 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
         nonlocal problem
         arrays = iter(arrays)
         filled = [next(arrays) if traced else x for x, traced in zip(leaves, is_array, strict=True)]
-        problem = _prepare(**jax.tree.unflatten(tree, filled), **static).problem
+        problem = prepare(**jax.tree.unflatten(tree, filled), **static).problem
 
     jax.eval_shape(trace, *(x for x, traced in zip(leaves, is_array, strict=True) if traced))
     assert problem is not None
     return dispatch.choose(problem, dispatch.current_device(query, key, value), implementation)[1]
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
+    """What a call asks for. batch: the user's batch axes."""
+
     batch: tuple[int, ...]
     problem: Problem
     operands: Operands
     sinks: Array | None
 
 
-def _prepare(
+def prepare(
     query,
     key,
     value,
@@ -170,7 +174,7 @@ def _prepare(
     deterministic_backward=False,
     block_sizes=None,
     wants_lse=False,
-) -> _Request:
+) -> Request:
     """Every check; the user's words as `Problem` and `Operands`, the batch axes folded into one."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     check_qkv(query, key, value)
@@ -241,7 +245,7 @@ def _prepare(
         mask=visibility.operands,
         dropout_row_keys=row_keys,
     )
-    return _Request(tuple(batch), problem, operands, _sinks(sinks, num_heads))
+    return Request(tuple(batch), problem, operands, _sinks(sinks, num_heads))
 
 
 def _check_flag(name: str, flag) -> None:

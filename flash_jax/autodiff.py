@@ -156,10 +156,13 @@ def _differentiate(function):
 
 # ------------------------------------------------------------------------------------------------------------- batching
 class _Fold:
-    """Folds a mapped axis of `size` into the batch. A leading axis of 1 stays shared where it may."""
+    """Folds a mapped axis of `size` into the batch. A leading axis of 1 stays shared where it may.
 
-    def __init__(self, size: int, batch: int):
-        self.size, self.batch = size, batch
+    batch_first: the batch is sharded over a mesh with explicit axes; only then is the folded axis sharded alike.
+    """
+
+    def __init__(self, size: int, batch: int, batch_first: bool):
+        self.size, self.batch, self.batch_first = size, batch, batch_first
 
     def __call__(self, x: Array, axis: int | None, own: bool) -> Array:
         """own: the entry needs its own copy for each mapped element."""
@@ -170,25 +173,34 @@ class _Fold:
         else:
             x = jnp.moveaxis(x, axis, 0)
         x = jnp.broadcast_to(x, (self.size, self.batch, *x.shape[2:]))
+        x = x.swapaxes(0, 1) if self.batch_first else x
         return x.reshape(self.size * self.batch, *x.shape[2:])
 
     def undo(self, x: Array, sum_batch: bool = False) -> Array:
-        x = x.reshape(self.size, self.batch, *x.shape[1:])
+        if self.batch_first:
+            x = x.reshape(self.batch, self.size, *x.shape[1:]).swapaxes(0, 1)
+        else:
+            x = x.reshape(self.size, self.batch, *x.shape[1:])
         return x.sum(1, keepdims=True, dtype=x.dtype) if sum_batch else x
 
 
 def _fold_rule(primitive: Primitive, per_leaf_results: bool):
     def rule(args, axes, *, call: Call):
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-        fold = _Fold(size, call.problem.batch)
         num_leaves, positions = call.tree.num_leaves, call.positions()
+        spec, axis = list(jax.typeof(args[positions["query"]]).sharding.spec), axes[positions["query"]]
+        fold = _Fold(size, call.problem.batch, batch_first=spec[1 if axis == 0 else 0] is not None)
         own = {positions[name] for name in ("query", "key", "value", *call.wanted)} | set(range(num_leaves, len(args)))
         folded = [fold(x, axis, n in own) for n, (x, axis) in enumerate(zip(args, axes, strict=True))]
         bias = positions.get("bias")
         problem = dataclasses.replace(
             call.problem, batch=size * call.problem.batch, bias_shape=None if bias is None else folded[bias].shape
         )
-        results = primitive.bind(*folded, call=dataclasses.replace(call, problem=problem))
+        bind = functools.partial(primitive.bind, call=dataclasses.replace(call, problem=problem))
+        if problem.batch == 0:  # no backend has to know
+            results = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(bind, *folded)]
+        else:
+            results = bind(*folded)
         shared = [False] * len(results)
         if per_leaf_results:  # a gradient has its operand's own shape: sum over the batch where that had a leading 1
             operands = [(args[positions[name]], axes[positions[name]]) for name in call.wanted]

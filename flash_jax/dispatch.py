@@ -69,13 +69,19 @@ def preference(implementation) -> tuple[str, ...]:
     return names
 
 
+def _why_not(backend: Backend, problem: Problem, device: Device) -> str | None:
+    if not isinstance(problem.batch, int) and backend is not xla.BACKEND:
+        return f"the batch must be a number, got {problem.batch}."
+    return backend.why_not(problem, device)
+
+
 def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backend, Explanation]:
     """The first allowed backend that serves the problem on the device."""
     by_name = {backend.name: backend for backend in BACKENDS}
     reasons: dict[str, str] = {}
     chosen = None
     for name in preference(implementation):
-        reason = by_name[name].why_not(problem, device)
+        reason = _why_not(by_name[name], problem, device)
         if reason is None:
             chosen = by_name[name]
             break
@@ -87,5 +93,5 @@ def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backe
         )
     for name in NAMES:
         if name != chosen.name and name not in reasons:
-            reasons[name] = by_name[name].why_not(problem, device) or f"could run, but {chosen.name} comes first."
+            reasons[name] = _why_not(by_name[name], problem, device) or f"could run, but {chosen.name} comes first."
     return chosen, Explanation(chosen.name, chosen.default_config(problem, device), device, reasons)

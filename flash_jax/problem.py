@@ -126,6 +126,9 @@ def check_qkv(query: Array, key: Array, value: Array) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape [*batch, len, heads, head_dim] with at least 3 axes, got {list(x.shape)}.")
+        for axis, size in zip(("len", "heads", "head_dim"), x.shape[-3:], strict=True):
+            if not isinstance(size, int):
+                raise ValueError(f"{name}: {axis} must be a number, got {size}. Only batch axes may be symbolic; pad to a fixed length.")
         if not jnp.issubdtype(x.dtype, jnp.floating) or np.dtype(x.dtype).itemsize == 1:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got dtype {x.dtype}.")
     if not query.dtype == key.dtype == value.dtype:

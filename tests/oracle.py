@@ -13,7 +13,7 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "sinks")
 
 def reference_attention(**arguments):
     """`(out, lse)` of the dense definition."""
-    request = api._prepare(**arguments)
+    request = api.prepare(**arguments)
     out, lse = reference.attention(request.problem, request.operands)
     if request.sinks is not None:
         out, lse = api._with_sinks(out, lse, request.sinks)

@@ -27,12 +27,12 @@ def declined():
     """`{implementation: {case: sentence}}` on the device that each implementation is for."""
     table = {}
     for backend in dispatch.BACKENDS:
-        problems = {case.name: api._prepare(**case.build()[0]).problem for case in CASES}
+        problems = {case.name: api.prepare(**case.build()[0]).problem for case in CASES}
         if HOMES[backend.name].platform == "gpu":  # there is no point in listing every float32 case
             problems = {
                 name: p if p.dtype != np.float32 else dataclasses.replace(p, dtype=np.dtype("bfloat16")) for name, p in problems.items()
             }
-            problems["float32"] = api._prepare(**CASES[0].build()[0]).problem
+            problems["float32"] = api.prepare(**CASES[0].build()[0]).problem
         reasons = {name: backend.why_not(problem, HOMES[backend.name]) for name, problem in problems.items()}
         table[backend.name] = {name: reason for name, reason in reasons.items() if reason is not None}
     return table

@@ -255,6 +255,25 @@ def test_a_declined_implementation_says_why(monkeypatch):
     assert "picky: head_dim 8 is odd." in str(explanation)
 
 
+def test_a_symbolic_length():
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, t, 4, 8"), jnp.float32)
+    with pytest.raises(ValueError, match="query: len must be a number, got t. Only batch axes may be symbolic"):
+        jax.export.export(jax.jit(flash_attention))(x, x, x)
+
+
+def test_only_xla_takes_a_symbolic_batch(monkeypatch):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: dispatch.Device("gpu", "NVIDIA H200"))
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 6, 4, 64"), jnp.bfloat16)
+    explanation = explain(x, x, x)
+    assert explanation.implementation == "xla"
+    assert explanation.why_not["hopper"] == "the batch must be a number, got b."
+
+
+def test_explain_names_an_unknown_argument():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wndow'"):
+        explain(**good(), wndow=3)
+
+
 def test_explain_takes_what_flash_attention_takes():
     abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good().items()}
     static = {

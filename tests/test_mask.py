@@ -23,7 +23,7 @@ def bounds(mask, q_offset=0, batch=(BATCH,), q_len=Q_LEN, kv_len=KV_LEN):
 def seen(mask=None, batch=(BATCH,), q_len=Q_LEN, kv_len=KV_LEN, num_heads=2, **words):
     """All that is visible, `[*batch, num_heads, q_len, kv_len]`."""
     zeros = lambda length: jnp.zeros((*batch, length, num_heads, 1))
-    request = api._prepare(zeros(q_len), zeros(kv_len), zeros(kv_len), mask=mask, **words)
+    request = api.prepare(zeros(q_len), zeros(kv_len), zeros(kv_len), mask=mask, **words)
     return np.asarray(reference.visible_scores(request.problem, request.operands)).reshape(*batch, num_heads, q_len, kv_len)
 
 
@@ -222,7 +222,7 @@ def test_functions_see_indices_operands_and_captured_arrays():
         inner = lambda b, h, q, k, row: table[b, h, k] & (row > 3)
         zeros = lambda length: jnp.zeros((BATCH, length, 2, 1))
         mask = Mask.from_function(inner, rows, per=("query",))
-        request = api._prepare(zeros(Q_LEN), zeros(KV_LEN), zeros(KV_LEN), mask=mask)
+        request = api.prepare(zeros(Q_LEN), zeros(KV_LEN), zeros(KV_LEN), mask=mask)
         return reference.visible_scores(request.problem, request.operands)
 
     np.testing.assert_array_equal(traced(table, rows), np.asarray(table)[b, h, k] & (rows[b, q] > 3) & (k >= 0))
@@ -270,7 +270,7 @@ def test_extra_batch_axes():
 # ------------------------------------------------------------------------------------------------ masks as values
 def rows_seen(mask):
     zeros = lambda length: jnp.zeros((1, length, 1, 1))
-    request = api._prepare(zeros(Q_LEN), zeros(KV_LEN), zeros(KV_LEN), mask=mask)
+    request = api.prepare(zeros(Q_LEN), zeros(KV_LEN), zeros(KV_LEN), mask=mask)
     return reference.visible_scores(request.problem, request.operands)[0, 0]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 def kernels():
     """Names of our kernels for this machine, or `xla` where there are none."""
     device = dispatch.current_device()
-    full = api._prepare(*(np.zeros((1, 8, 1, 64), np.float16) for _ in range(3))).problem
+    full = api.prepare(*(np.zeros((1, 8, 1, 64), np.float16) for _ in range(3))).problem
     return [b.name for b in dispatch.BACKENDS if b.whole is None and b.name != "xla" and b.why_not(full, device) is None] or ["xla"]
 
 
@@ -33,7 +33,7 @@ def test_kernel(case, dtype):
         case = in_dtype(case, dtype)
         arguments, _, _ = case.build()
         attention = functools.partial(flash_attention, implementation=name, return_residual=True)
-        reason = next(b for b in dispatch.BACKENDS if b.name == name).why_not(api._prepare(**arguments).problem, dispatch.current_device())
+        reason = next(b for b in dispatch.BACKENDS if b.name == name).why_not(api.prepare(**arguments).problem, dispatch.current_device())
         if reason is None:
             check(case, attention)
         else:

@@ -45,7 +45,7 @@ CASES = {
 
 def poisoned(options, poison):
     """Arrays and cotangents with `poison` wherever nothing is visible: keys, values, scores of the bias, whole rows."""
-    request = api._prepare(**ARRAYS, **options)
+    request = api.prepare(**ARRAYS, **options)
     seen = np.asarray(reference.visible_scores(request.problem, request.operands))
     keys, rows = seen.any((1, 2)), seen.any(-1).swapaxes(1, 2)
     assert not keys.all()

@@ -94,6 +94,15 @@ def test_vmap_over_the_array_of_a_mask_function_with_the_whole_batch_in_one_tile
     close(jax.vmap(f)(labels), jnp.stack([f(x) for x in labels]))
 
 
+def test_vmap_over_nothing():
+    q, k, v = qkv(20)
+    none = jnp.zeros((0, *q.shape))
+    f = jax.vmap(lambda q, k: attention(q, k, v, return_residual=True), (0, None))
+    assert [x.shape for x in f(none, k)] == [none.shape, none.shape[:-1]]
+    per_element = jax.vmap(jax.grad(lambda q, k: attention(q, k, v).sum(), (0, 1)), (0, None))
+    assert [x.shape for x in per_element(none, k)] == [none.shape, (0, *k.shape)]
+
+
 LENGTHS = jnp.array([96, 5, 40, 17, 64, 1, 80, 33])
 
 
@@ -180,6 +189,30 @@ def test_shard_map_jvp():
     close(jax.jit(lambda *t: jax.jvp(mapped, args, t))(*tangents), jax.jvp(f, args, tangents))
 
 
+def test_shard_map_second_derivatives():
+    args = (*qkv(40), normal(7, 1, 1, 40, 40))
+    mapped = jax.shard_map(_biased, mesh=_mesh(), in_specs=(*[P("x")] * 3, P()), out_specs=P("x"), check_vma=True)
+    tangents = (*qkv(40, seed=5), normal(8, 1, 1, 40, 40))
+    push = lambda f: jax.jit(lambda *t: jax.jvp(lambda *a: gradients(f, *a), args, t)[1])(*tangents)
+    close(push(mapped), push(_biased), 1e-4)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_mesh_with_explicit_axes(spec):
+    """Shardings are part of the types: the result is sharded as the query is, and vmap folds its axis beside the sharded one."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    args = qkv(40)
+    stacked = jnp.stack([args[0], 2 * args[0], 3 * args[0]])
+    with jax.set_mesh(mesh):
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+        q, k, v = (put(x, spec) for x in args)
+        out = jax.jit(attention)(q, k, v)
+        assert out.sharding.spec[: len(spec)] == tuple(spec)
+        close(out, attention(*args))
+        mapped = jax.jit(jax.vmap(attention, (0, None, None)))(put(stacked, P(None, *spec)), k, v)
+        close(mapped, jnp.stack([attention(x, *args[1:]) for x in stacked]))
+
+
 def test_jit_over_sharded_arrays():
     mesh = _mesh()
     args = (*qkv(40), normal(7, 1, 2, 40, 40))
@@ -194,6 +227,16 @@ def test_export_round_trip():
     f = jax.jit(lambda *a: gradients(lambda q, k, v: attention(q, k, v, is_causal=True), *a))
     exported = export.deserialize(export.export(f)(*args).serialize())
     close(exported.call(*args), f(*args), 1e-6)
+
+
+def test_export_with_a_symbolic_batch():
+    """Of lengths and heads the sizes must be known: tests/test_errors.py."""
+    b = export.symbolic_shape("b, 40, 2, 8")
+    f = jax.jit(lambda *a: gradients(lambda q, k, v: attention(q, k, v, is_causal=True), *a))
+    exported = export.export(f)(*[jax.ShapeDtypeStruct(b, jnp.float32)] * 3)
+    for batch in (1, 3):
+        args = qkv(40, batch)
+        close(exported.call(*args), f(*args), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

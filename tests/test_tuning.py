@@ -29,7 +29,7 @@ def folders(tmp_path, monkeypatch):
 
 def problem(head_dim=128, **options):
     arrays = [jnp.zeros((1, 512, 2, head_dim), jnp.bfloat16)] * 3
-    return api._prepare(*arrays, **options).problem
+    return api.prepare(*arrays, **options).problem
 
 
 def test_the_users_table_goes_before_the_packages(folders):

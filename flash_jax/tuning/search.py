@@ -107,7 +107,7 @@ def _runs(configs: list, shape: Shape, head_dim: int, v_head_dim: int, label: st
     batch, heads = _TOKENS // shape.length, max(1, _HIDDEN // head_dim)
     make = lambda key, dim: jax.random.normal(key, (batch, shape.length, heads, dim), jnp.bfloat16)
     arrays = [make(key, dim) for key, dim in zip(keys, (head_dim, head_dim, v_head_dim), strict=True)]
-    request = api._prepare(*arrays, is_causal=shape.is_causal)
+    request = api.prepare(*arrays, is_causal=shape.is_causal)
     problem, operands = request.problem, request.operands
     expected = np.asarray(api.flash_attention(*arrays, is_causal=shape.is_causal, implementation="xla").astype(jnp.float32))
     runs = {}
@@ -155,7 +155,7 @@ def main() -> None:
 
     for head_dim in options.head_dim:
         arrays = [jnp.zeros((1, 8, 1, head_dim), jnp.bfloat16)] * 3
-        problem = api._prepare(*arrays).problem
+        problem = api.prepare(*arrays).problem
         dims = launch.head_dims(problem)
         present = launch.default_config(problem, Device(device.platform, device.device_kind))
         configs = list(dict.fromkeys([present, *candidates(*dims)]))

@@ -13,7 +13,7 @@ from jax import lax
 
 from flash_jax import softmax
 from flash_jax.backends.xla.layout import Config, Split, arrange, pad, rows_from_tiles, slice_tile
-from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles
+from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles, varying_like
 from flash_jax.logits import dscores, logits
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
 
@@ -220,7 +220,7 @@ def backward(
             carry["scale"] = jnp.zeros(split.batch_inner, acc_dtype)
         if dbias is not None:
             carry["bias"] = dbias
-        carry, dq = lax.scan(one_q_tile, carry, q_tiles(problem, config))
+        carry, dq = lax.scan(one_q_tile, varying_like(carry, operands.query), q_tiles(problem, config))
         dbias = carry.pop("bias", None)
         return dbias, (dq, carry)
 

@@ -212,6 +212,12 @@ def _loop(config: Config, lower, upper, length: int, body: Callable[[Array, Any]
     return lax.scan(skip_or_step, carry, jnp.arange(length, dtype=jnp.int32))[0]
 
 
+def varying_like(tree, x: Array):
+    """Inside `shard_map`: fresh arrays, the start of a loop's carry, as varying over the mesh as what the loop will add to them."""
+    missing = lambda leaf: tuple(jax.typeof(x).mat.varying - jax.typeof(leaf).mat.varying)
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying") if (axes := missing(leaf)) else leaf, tree)
+
+
 def over_slots(problem: Problem, config: Config, operands: Operands, body, carry):
     """Scan `body(slot, visit, carry) -> (carry, results)` over the slots.
 
@@ -228,6 +234,7 @@ def over_slots(problem: Problem, config: Config, operands: Operands, body, carry
         lists = None if all_full or num_kv_tiles == 1 else schedule.tile_lists(slot.kinds())
 
         def visit(i, step, state):
+            state = varying_like(state, operands.query)
             if num_kv_tiles == 1:
                 return step(jnp.int32(0), not all_full, state)
             if lists is None:
@@ -239,7 +246,7 @@ def over_slots(problem: Problem, config: Config, operands: Operands, body, carry
         return body(slot, visit, carry)
 
     slots = split.batch_slots * split.head_slots
-    carry, results = lax.scan(one_slot, carry, jnp.arange(slots, dtype=jnp.int32))
+    carry, results = lax.scan(one_slot, varying_like(carry, operands.query), jnp.arange(slots, dtype=jnp.int32))
     return carry, jax.tree.map(lambda x: x.reshape(split.batch_slots, split.head_slots, *x.shape[1:]), results)
 
 
