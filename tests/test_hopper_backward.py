@@ -12,12 +12,12 @@ from oracle import in_float64, reference_attention, unfused
 from tolerance import assert_as_exact_as_unfused
 
 from flash_jax import api
-from flash_jax.backends.hopper import backward
+from flash_jax.backends.hopper import backward, turns
 
 
 def gradients(arguments, dout, dlse, wanted):
     """By the kernels, from out and lse of the reference in float32."""
-    request = api._prepare(**arguments)
+    request = api.prepare(**arguments)
     problem = request.problem
     assert backward.declines(problem) is None
     wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
@@ -30,8 +30,16 @@ def gradients(arguments, dout, dlse, wanted):
         return jax.block_until_ready(run(out, lse, dout, dlse))
 
 
-FAST = [("causal", {}), ("both_lengths_causal", {"head_dim": 200}), ("gqa", {"q_len": 150, "kv_len": 150})]
+ORDERED = {"deterministic_backward": True}
+FAST = [("causal", {}), ("both_lengths_causal", {"head_dim": 200}), ("gqa", {"q_len": 150, "kv_len": 150} | ORDERED)]
 SLOW = [
+    ("full", {"q_len": 130, "kv_len": 260} | ORDERED),
+    ("window", {"q_len": 200, "kv_len": 300, "head_dim": 128} | ORDERED),
+    ("both_lengths_causal", {"head_dim": 200, "q_len": 130, "kv_len": 200, "num_heads": 4} | ORDERED),
+    ("packed", {"q_len": 70, "kv_len": 70, "head_dim": 200} | ORDERED),
+    ("scattered_labels", {"q_len": 200, "kv_len": 300} | ORDERED),
+    ("dense_full", ORDERED),
+    ("everything", {"num_heads": 4} | ORDERED),
     ("full", {"head_dim": 200}),
     ("full", {"head_dim": 100, "dtype": "float16"}),
     ("window", {"head_dim": 128, "q_len": 200, "kv_len": 200}),
@@ -59,10 +67,12 @@ SLOW = [
     [pytest.param(*x, id=str(x)) for x in FAST] + [pytest.param(*x, marks=pytest.mark.slow, id=str(x)) for x in SLOW],
 )
 def test_gradients(name, sizes):
-    case = dataclasses.replace(BY_NAME[name], **{"dtype": "bfloat16", **sizes})
+    options = {n: sizes[n] for n in ORDERED.keys() & sizes.keys()}
+    case = dataclasses.replace(BY_NAME[name], **{"dtype": "bfloat16", **{n: x for n, x in sizes.items() if n not in options}})
     arguments, dout, dlse = case.build()
     arguments.pop("sinks", None)
-    operands = api._prepare(**arguments).operands
+    arguments |= options
+    operands = api.prepare(**arguments).operands
     wanted = ("query", "key", "value", *(n for n in ("bias", "scale") if getattr(operands, n) is not None))
     got = gradients(arguments, dout, dlse, wanted)
     expected, yardstick = in_float64(arguments, dout, dlse), unfused(arguments, dout, dlse)
@@ -71,6 +81,30 @@ def test_gradients(name, sizes):
     for n in checked:
         x = np.asarray(got[n].astype(jnp.float32)).reshape(expected[f"d{n}"].shape)
         assert_as_exact_as_unfused(f"d{n}", x, yardstick[f"d{n}"], expected[f"d{n}"], case.dtype)
+
+
+def visited(ranges=None, lists=None, num_kv_tiles=0, num_q_tiles=0):
+    """Booleans `[1, 1, num_kv_tiles, num_q_tiles]`, by the rule of `Walk`."""
+    seen = np.zeros((1, 1, num_kv_tiles, num_q_tiles), bool)
+    for kv in range(num_kv_tiles):
+        if lists is not None:
+            seen[0, 0, kv, lists[0, 0, kv, 2 : 2 + lists[0, 0, kv, 1]]] = True
+        else:
+            seen[0, 0, kv, slice(None) if ranges is None else slice(ranges[0, kv, 0], ranges[0, kv, 3])] = True
+    return seen
+
+
+@pytest.mark.parametrize("source", ["all", "ranges", "lists"])
+def test_turns_number_the_blocks_that_visit_a_query_tile(source):
+    random = np.random.default_rng(0)
+    begin, index = random.integers(0, 6, (1, 7)), np.stack([random.permutation(9) for _ in range(7)])
+    ranges = np.stack([begin, begin, begin, begin + 3], -1)
+    lists = np.concatenate([np.zeros((7, 1), int), random.integers(0, 10, (7, 1)), index], -1)[None, None]
+    arguments = {"ranges": ranges if source == "ranges" else None, "lists": lists if source == "lists" else None}
+    table = np.asarray(turns.table(*(None if x is None else jnp.asarray(x) for x in arguments.values()), 7, 9))
+    seen = visited(**arguments, num_kv_tiles=7, num_q_tiles=9)
+    for tile in range(9):
+        assert table[0, 0, seen[0, 0, :, tile], tile].tolist() == list(range(seen[0, 0, :, tile].sum()))[::-1], "the last key tile first"
 
 
 @pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
@@ -88,10 +122,10 @@ def test_padding_of_nan_reaches_no_gradient(head_dim):
         "key": spoil(arguments["key"], keys),
         "value": spoil(arguments["value"], keys),
     }
-    request = api._prepare(**arguments)
+    request = api.prepare(**arguments)
     wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
     out, lse = reference_attention(**wide)
-    operands = api._prepare(**poisoned).operands
+    operands = api.prepare(**poisoned).operands
     args = (out.astype(jnp.bfloat16), lse, spoil(dout, rows).astype(jnp.bfloat16), jnp.where(rows[..., None], jnp.nan, dlse))
     with interpreted():
         run = jax.jit(lambda *x: backward.backward(request.problem, operands, *x, ("query", "key", "value")))
@@ -105,11 +139,10 @@ def test_padding_of_nan_reaches_no_gradient(head_dim):
     [
         ({"dtype": np.dtype(np.float32)}, "must be bfloat16 or float16"),
         ({"head_dim": 320}, "at most 256"),
-        ({"deterministic_backward": True}, "deterministic_backward=True is not served"),
         ({"batch": 65536}, "at most 65535"),
     ],
 )
 def test_declines(changes, sentence):
-    problem = api._prepare(*(jnp.zeros((1, 8, 1, 64), jnp.bfloat16) for _ in range(3))).problem
+    problem = api.prepare(*(jnp.zeros((1, 8, 1, 64), jnp.bfloat16) for _ in range(3))).problem
     assert backward.declines(problem) is None
     assert sentence in backward.declines(dataclasses.replace(problem, **changes))

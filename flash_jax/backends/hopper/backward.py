@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flash_jax import schedule
 from flash_jax.backends import xla
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import backward_fused, backward_roles
-from flash_jax.backends.hopper.backward_tile import Inputs
+from flash_jax.backends.hopper import backward_fused, backward_roles, turns
+from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs
 from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import lse_pivot
@@ -29,8 +29,6 @@ def declines(problem: Problem) -> str | None:
         return f"head_dim and v_head_dim must be at most 256 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
     if problem.batch * problem.num_kv_heads > _MAX_GRID:
         return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
-    if problem.deterministic_backward:
-        return "deterministic_backward=True is not served: dq is added up in any order."
     if problem.mask.functions:
         return "mask: functions (Mask.from_function, a second pair of labels) are not evaluated in the backward."
     block_q, block_kv = _tile(problem)
@@ -69,9 +67,15 @@ def backward(
         return gradients | {name: jnp.zeros_like(getattr(operands, name)) for name in names}
 
     inputs = _inputs(problem, operands, out, lse, dout, dlse)
-    dq_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
+    dq_ref, done_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32)), None
+    if problem.deterministic_backward:
+        block_q, block_kv = _tile(problem)
+        num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
+        table = turns.table(inputs.ranges, inputs.lists, schedule.num_tiles(problem.kv_len, block_kv), num_q_tiles)
+        inputs = inputs._replace(turns=table)
+        done_ref = jax.new_ref(jnp.zeros((problem.batch, problem.num_heads, num_q_tiles, WARPGROUPS), jnp.int32))
     kernel = backward_roles if inputs.query.shape[-1] == backward_roles.HEAD_DIM else backward_fused
-    dk, dv = kernel.dq_dk_dv(problem, inputs, dq_ref)
+    dk, dv = kernel.dq_dk_dv(problem, inputs, dq_ref, done_ref)
     dq = dq_ref[:, : problem.q_len, :, : problem.head_dim]
     scale = problem.scale if operands.scale is None else operands.scale[:, None, None, None]
     all_of_them = {

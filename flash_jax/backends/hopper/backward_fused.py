@@ -21,48 +21,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import Inputs, ScoreTile, Walk, flatten, grid, position
+from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, ScoreTile, Walk, call, meet, opaque_zero, position, slot_of
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, swizzled
+from flash_jax.backends.hopper.turns import Adds
 from flash_jax.problem import Problem
 
-WARPGROUPS = 2
 BLOCK_KV = WARPGROUP_ROWS * WARPGROUPS
 STAGES = 2
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: dQ [block_q, head_dim] is halved by rows at 64, by columns at 128
 
 
-def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array]:
+def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax.Array]:
     """Adds `dS K` to the reference `dq`, float32 `[batch, q_len, num_heads, head_dim]`; returns `(dS^T Q, dv)`.
 
-    `dk` still lacks the scale. head_dim of the inputs is 64 or 128.
+    `dk` still lacks the scale. head_dim of the inputs is 64 or 128. done: see `turns.Adds`, with a leading axis of batch.
     """
     head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
-    grid_sizes, grid_names = grid(problem, inputs, BLOCK_KV)
     block_q, half_rows = BLOCK_Q[head_dim], head_dim == 64
-    leaves, unflatten = flatten(inputs)
 
-    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, both_bar):
-        *input_refs, dq_g, dk_g, dv_g = refs
-        g = unflatten(input_refs)
+    def body(g, dq_g, done_g, dk_g, dv_g, *, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, both_bar):
         b, kv_head, kv_tile = position(problem)
         kv_start = kv_tile * BLOCK_KV
         walk = Walk(problem, g, block_q, b, kv_head, kv_tile)
 
+        def load_query(i):
+            walk.load(i, g.query, g.pivot, q_s, pivot_s, q_bar)
+
+        def load_dout(i):
+            walk.load(i, g.dout, g.delta, dout_s, delta_s, dout_bar)
+
         def load(i):
             load_query(i)
             load_dout(i)
-
-        def load_query(i):
-            head, tile = walk(i)
-            slot, rows = lax.rem(i, STAGES), pl.ds(tile * block_q, block_q)
-            plgpu.copy_gmem_to_smem(g.query.at[b, rows, head], q_s.at[slot], q_bar.at[slot])
-            plgpu.copy_gmem_to_smem(g.pivot.at[b, head, rows], pivot_s.at[slot], q_bar.at[slot])
-
-        def load_dout(i):
-            head, tile = walk(i)
-            slot, rows = lax.rem(i, STAGES), pl.ds(tile * block_q, block_q)
-            plgpu.copy_gmem_to_smem(g.dout.at[b, rows, head], dout_s.at[slot], dout_bar.at[slot])
-            plgpu.copy_gmem_to_smem(g.delta.at[b, head, rows], delta_s.at[slot], dout_bar.at[slot])
 
         def start_copies():
             keys = pl.ds(kv_start, BLOCK_KV)
@@ -72,24 +62,19 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             pl.when(walk.steps > 0)(lambda: load_dout(0))
             pl.when(walk.steps > 1)(lambda: load(1))
 
-        def meet():
-            """What each warpgroup wrote to shared memory is there for the products and copies of both."""
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(both_bar)
-            plgpu.barrier_wait(both_bar)
-
         def warpgroup(wg: int):
             if wg == 0:
                 start_copies()
             mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K, V, dS; columns or rows of dQ
             tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
 
-            def zero(i):
-                """0, but unknown to the compiler and new in every step: it hoists no descriptors of K and V (and spills none)."""
-                return lax.shift_right_logical(i + kv_tile, 24)
+            adds = Adds(walk, walk.turns, done_g, wg)
 
-            def step(i, partial: bool, dk_acc, dv_acc):
-                slot = lax.rem(i, STAGES)
+            def zero(i):
+                return opaque_zero(i + kv_tile)
+
+            def step(dk_acc, dv_acc, i, partial: bool):
+                slot = slot_of(i, q_s)
                 head, tile = walk(i)
                 bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
                 plgpu.barrier_wait(q_bar.at[slot])
@@ -100,7 +85,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     @pl.when(tile_math.has_empty_rows(head, tile))
                     def _():
                         tile_math.keep_queries((q_s, dout_s)[wg].at[slot], pivot_s.at[slot])
-                        meet()
+                        meet(both_bar)
 
                 def scores(s_acc, dp_acc):
                     plgpu.wgmma(s_acc, k_s.at[zero(i), mine], q_s.at[slot].transpose((1, 0)))
@@ -119,7 +104,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                 accumulator = plgpu.ACC((WARPGROUP_ROWS, block_q), jnp.float32)
                 ds16 = pl.run_scoped(scores, accumulator, accumulator)
                 ds_s[slot, mine] = ds16
-                meet()
+                meet(both_bar)
                 if wg == 0:
                     pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
 
@@ -132,9 +117,10 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                         out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
                     plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
                     dq_half = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    adds.reuse(i)
                     dq_s[wg] = dq_half
                     plgpu.commit_smem()
+                    adds.begin(i)
                     plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
 
                 pl.run_scoped(query_gradient, plgpu.ACC((WARPGROUP_ROWS, 64), jnp.float32))
@@ -148,24 +134,19 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     @pl.when(tile_math.has_unseen_keys())
                     def _():
                         tile_math.keep_keys(k_s.at[0, mine], v_s.at[0, mine])
-                        meet()
+                        meet(both_bar)
 
-                def one(i, _):
-                    full = walk.is_full(i)
-                    pl.when(full)(lambda: step(i, False, dk_acc, dv_acc))
-                    pl.when(jnp.logical_not(full))(lambda: step(i, True, dk_acc, dv_acc))
-
-                every = lambda i, _: step(i, False, dk_acc, dv_acc)
-                lax.fori_loop(0, walk.steps, one if walk.has_partial else every, None)
+                walk.for_each(functools.partial(step, dk_acc, dv_acc))
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
             accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
             dk, dv = pl.run_scoped(run, accumulator, accumulator)
+            adds.end()
             rows = pl.ds(kv_start + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
-            meet()  # both read all of K for dQ
+            meet(both_bar)  # both read all of K for dQ
             k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
@@ -190,16 +171,4 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
         "dout_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    kernel = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],
-        grid=grid_sizes,
-        grid_names=grid_names,
-        num_threads=WARPGROUPS,
-        thread_name="wg",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    return tuple(kernel(*leaves, dq))
+    return call(body, problem, inputs, BLOCK_KV, scratch, dq, done)

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import Inputs, ScoreTile, Walk, flatten, grid, position
+from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, ScoreTile, Walk, call, meet, opaque_zero, position, slot_of
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
+from flash_jax.backends.hopper.turns import Adds
 from flash_jax.problem import Problem
 
 BLOCK_KV = WARPGROUP_ROWS
@@ -29,42 +30,59 @@ _CHUNK = 64  # columns of dQ that are in registers at once
 _HALF = HEAD_DIM // 2
 
 
-def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array]:
+def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax.Array]:
     """As `backward_fused.dq_dk_dv`, with inputs of head_dim 256."""
     dtype = inputs.query.dtype
-    grid_sizes, grid_names = grid(problem, inputs, BLOCK_KV)
-    leaves, unflatten = flatten(inputs)
 
-    def body(*refs, k_s, v_s, q_s, dout_s, pivot_s, delta_s, p_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, p_bar, ds_bar, both_bar):
-        *input_refs, dq_g, dk_g, dv_g = refs
-        g = unflatten(input_refs)
+    def body(
+        g,
+        dq_g,
+        done_g,
+        dk_g,
+        dv_g,
+        *,
+        k_s,
+        v_s,
+        q_s,
+        dout_s,
+        pivot_s,
+        delta_s,
+        p_s,
+        ds_s,
+        dq_s,
+        k_bar,
+        v_bar,
+        q_bar,
+        dout_bar,
+        p_bar,
+        ds_bar,
+        both_bar,
+    ):
         b, kv_head, kv_tile = position(problem)
         keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
         walk = Walk(problem, g, BLOCK_Q, b, kv_head, kv_tile)
 
         def load_query(i):
-            head, tile = walk(i)
-            slot, rows = lax.rem(i, STAGES), pl.ds(tile * BLOCK_Q, BLOCK_Q)
-            plgpu.copy_gmem_to_smem(g.query.at[b, rows, head], q_s.at[slot], q_bar.at[slot])
-            plgpu.copy_gmem_to_smem(g.pivot.at[b, head, rows], pivot_s.at[slot], q_bar.at[slot])
+            walk.load(i, g.query, g.pivot, q_s, pivot_s, q_bar)
 
         def load_dout(i):
-            head, tile = walk(i)
-            rows = pl.ds(tile * BLOCK_Q, BLOCK_Q)
-            plgpu.copy_gmem_to_smem(g.dout.at[b, rows, head], dout_s, dout_bar)
-            plgpu.copy_gmem_to_smem(g.delta.at[b, head, rows], delta_s, dout_bar)
+            walk.load(i, g.dout, g.delta, dout_s, delta_s, dout_bar)
 
         def zero(i):
-            """0, but unknown to the compiler and new in every step: it hoists no descriptors of K and V (and spills none)."""
-            return lax.shift_right_logical(i + kv_tile, 24)
+            return opaque_zero(i + kv_tile)
 
-        def add_dq(i, wg: int, chunk: int, dq_chunk):
+        def add_dq(adds, i, chunk: int, dq_chunk):
             head, tile = walk(i)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dq_s[wg] = dq_chunk
+            if chunk == 0:
+                adds.reuse(i)
+            else:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dq_s[adds.wg] = dq_chunk
             plgpu.commit_smem()
-            out = dq_g.at[b, pl.ds(tile * BLOCK_Q, BLOCK_Q), head, pl.ds(wg * _HALF + chunk * _CHUNK, _CHUNK)]
-            plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
+            if chunk == 0:
+                adds.begin(i)
+            out = dq_g.at[b, pl.ds(tile * BLOCK_Q, BLOCK_Q), head, columns(adds.wg, chunk)]
+            plgpu.copy_smem_to_gmem(dq_s.at[adds.wg], out, reduction_op="add")
 
         def columns(wg: int, chunk: int):
             return pl.ds(wg * _HALF + chunk * _CHUNK, _CHUNK)
@@ -75,35 +93,21 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             plgpu.copy_smem_to_gmem(staging, out.at[b, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-        def meet():
-            """What each warpgroup wrote to shared memory is there for the products and copies of both."""
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(both_bar)
-            plgpu.barrier_wait(both_bar)
-
         def clean_keys(matrix):
             if g.unseen_tiles is not None:
 
                 @pl.when(tile_math.has_unseen_keys())
                 def _():
                     tile_math.keep_keys(matrix.at[0])
-                    meet()
+                    meet(both_bar)
 
         def clean_queries(i, matrix):
             head, tile = walk(i)
 
             @pl.when(tile_math.has_empty_rows(head, tile))
             def _():
-                tile_math.keep_queries(matrix, pivot_s.at[lax.rem(i, STAGES)])
-                meet()
-
-        def loop(step):
-            def one(i, _):
-                full = walk.is_full(i)
-                pl.when(full)(lambda: step(i, False))
-                pl.when(jnp.logical_not(full))(lambda: step(i, True))
-
-            lax.fori_loop(0, walk.steps, one if walk.has_partial else lambda i, _: step(i, False), None)
+                tile_math.keep_queries(matrix, pivot_s.at[slot_of(i, q_s)])
+                meet(both_bar)
 
         scores = plgpu.ACC((WARPGROUP_ROWS, BLOCK_Q), jnp.float32)
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
@@ -117,12 +121,14 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
             pl.when(walk.steps > 0)(lambda: load_dout(0))
             pl.when(walk.steps > 1)(lambda: load_query(1))
 
+            adds = Adds(walk, walk.turns, done_g, wg=0)
+
             def run(dv_acc):
                 plgpu.barrier_wait(k_bar)
                 clean_keys(k_s)
 
                 def step(i, partial: bool):
-                    slot = lax.rem(i, STAGES)
+                    slot = slot_of(i, q_s)
                     head, tile = walk(i)
                     bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
                     plgpu.barrier_wait(q_bar.at[slot])
@@ -141,7 +147,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_bar)
                     plgpu.barrier_wait(dout_bar)
-                    plgpu.wgmma(dv_acc, p16, dout_s)
+                    plgpu.wgmma(dv_acc, p16, dout_s.at[0])
                     plgpu.barrier_wait(ds_bar)
                     pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load_query(i + 1))
                     for chunk in range(_HALF // _CHUNK):
@@ -151,40 +157,43 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                             if chunk == 0:
                                 plgpu.wgmma_wait(1)
                                 pl.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
-                            add_dq(i, 0, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
+                            add_dq(adds, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
                         pl.run_scoped(query_gradient, dq_chunk)
 
-                loop(step)
+                walk.for_each(step)
                 return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
             dv = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
-            meet()
+            adds.end()
+            meet(both_bar)
             store(dv, v_s.at[0], dv_g)
 
         @pl.when(lax.axis_index("wg") == 1)
         def _scores_gradient():
+            adds = Adds(walk, walk.turns, done_g, wg=1)
+
             def run(dk_acc):
                 plgpu.barrier_wait(v_bar)
                 plgpu.barrier_wait(k_bar)
                 clean_keys(v_s)
 
                 def step(i, partial: bool):
-                    slot = lax.rem(i, STAGES)
+                    slot = slot_of(i, q_s)
                     head, tile = walk(i)
                     drop = tile_math.dropout(head, tile)
                     plgpu.barrier_wait(dout_bar)
                     clean = partial and g.empty_tiles is not None
                     if clean:
                         plgpu.barrier_wait(q_bar.at[slot])
-                        clean_queries(i, dout_s)
+                        clean_queries(i, dout_s.at[0])
 
                     def scores_gradient(dp_acc):
-                        plgpu.wgmma(dp_acc, v_s.at[zero(i)], dout_s.transpose((1, 0)))
+                        plgpu.wgmma(dp_acc, v_s.at[zero(i)], dout_s.at[0].transpose((1, 0)))
                         plgpu.barrier_wait(p_bar)
                         weight = plgpu.load(p_s, layout=WGMMA).astype(jnp.float32)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        return tile_math.dscores(weight, drop(dp), delta_s).astype(dtype)
+                        return tile_math.dscores(weight, drop(dp), delta_s.at[0]).astype(dtype)
 
                     ds16 = pl.run_scoped(scores_gradient, scores)
                     ds_s[...] = ds16
@@ -199,49 +208,35 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq) -> tuple[jax.Array, jax.Array
                             plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(1, chunk)])
                             if chunk == 0:
                                 plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
-                            add_dq(i, 1, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if chunk == 0 else 0))
+                            add_dq(adds, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if chunk == 0 else 0))
 
                         pl.run_scoped(query_gradient, dq_chunk)
                     plgpu.wgmma_wait(0)
 
-                if g.empty_tiles is None:  # P is 0 where nothing is visible: one code for all tiles
-                    lax.fori_loop(0, walk.steps, lambda i, _: step(i, False), None)
-                else:
-                    loop(step)
+                walk.for_each(step, masks=g.empty_tiles is not None)  # else one code for all tiles: P is 0 where nothing is visible
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
 
             dk = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
-            meet()
+            adds.end()
+            meet(both_bar)
             store(dk * tile_math.scale, k_s.at[0], dk_g)
 
     scratch = {
         "k_s": swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
         "v_s": swizzled((1, BLOCK_KV, HEAD_DIM), dtype),
         "q_s": swizzled((STAGES, BLOCK_Q, HEAD_DIM), dtype),
-        "dout_s": swizzled((BLOCK_Q, HEAD_DIM), dtype),
+        "dout_s": swizzled((1, BLOCK_Q, HEAD_DIM), dtype),
         "pivot_s": plgpu.SMEM((STAGES, BLOCK_Q), jnp.float32),
-        "delta_s": plgpu.SMEM((BLOCK_Q,), jnp.float32),
+        "delta_s": plgpu.SMEM((1, BLOCK_Q), jnp.float32),
         "p_s": swizzled((BLOCK_KV, BLOCK_Q), dtype),
         "ds_s": swizzled((BLOCK_KV, BLOCK_Q), dtype),
-        "dq_s": swizzled((2, BLOCK_Q, _CHUNK), jnp.float32),
+        "dq_s": swizzled((WARPGROUPS, BLOCK_Q, _CHUNK), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),
         "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "dout_bar": plgpu.Barrier(num_arrivals=2),
         "p_bar": plgpu.Barrier(),
         "ds_bar": plgpu.Barrier(),
-        "both_bar": plgpu.Barrier(num_arrivals=2),
+        "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    kernel = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct(inputs.key.shape, dtype), jax.ShapeDtypeStruct(inputs.value.shape, dtype)],
-        grid=grid_sizes,
-        grid_names=grid_names,
-        num_threads=2,
-        thread_name="wg",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    return tuple(kernel(*leaves, dq))
+    return call(body, problem, inputs, BLOCK_KV, scratch, dq, done)

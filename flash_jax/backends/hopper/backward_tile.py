@@ -4,7 +4,6 @@ Score tiles keep keys as rows: `[64, block_q]` a warpgroup, in the layout of a w
 key, the transpose of the row bounds: key `k` is seen by the queries in `[q_lo(k), q_hi(k))`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
 from flash_jax.softmax import dlogits, probs_from_lse
 
+WARPGROUPS = 2
 KEYS, QUERIES = pipeline.ROWS, pipeline.COLUMNS
 _SECTION_BYTES = 32 * 2**20
 _KEEP_COLUMNS = 64  # of a matrix that is cleaned, in registers at once
@@ -43,6 +43,7 @@ class Inputs(NamedTuple):
     dense: int32 or int8 `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`, nonzero = visible.
     bias: `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`.
     row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
+    turns: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, num_q_tiles]`, `turns.table`; None where dq adds up in any order.
     """
 
     query: Any
@@ -65,6 +66,7 @@ class Inputs(NamedTuple):
     dense: tuple = ()
     bias: Any = None
     row_keys: Any = None
+    turns: Any = None
 
 
 def _shared(ref, axis: int, index):
@@ -87,15 +89,20 @@ def grid(problem: Problem, inputs: Inputs, block_kv: int) -> tuple[tuple[int, ..
 def position(problem: Problem):
     """`(batch, kv_head, key tile)` of this block of threads."""
     head = lax.axis_index("section") * lax.axis_size("head") + lax.axis_index("head")
-    return lax.div(head, problem.num_kv_heads), lax.rem(head, problem.num_kv_heads), lax.axis_index("kv")
+    kv_tile = lax.axis_index("kv")
+    if problem.deterministic_backward:  # the order of `turns`
+        kv_tile = lax.axis_size("kv") - 1 - kv_tile
+    return lax.div(head, problem.num_kv_heads), lax.rem(head, problem.num_kv_heads), kv_tile
 
 
 class Walk:
     """The steps of one block of threads: every query head of its group, and for each the q tiles that see its keys."""
 
     def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_head, kv_tile):
-        self.group, self.kv_head, self.refs = problem.group, kv_head, refs
-        self.full_begin = self.full_end = self.row = None
+        self.group, self.block_q, self.b, self.kv_head = problem.group, block_q, b, kv_head
+        self.full_begin = self.full_end = self.row = self.turns = None
+        if refs.turns is not None:
+            self.turns = refs.turns.at[_shared(refs.turns, 0, b), _shared(refs.turns, 1, kv_head), kv_tile]
         if refs.lists is not None:
             self.row = refs.lists.at[_shared(refs.lists, 0, b), _shared(refs.lists, 1, kv_head), kv_tile]
             self.begin, self.full_end, self.tiles = 0, self.row[0], self.row[1]
@@ -106,10 +113,6 @@ class Walk:
         else:
             self.begin, self.tiles = 0, -(-problem.q_len // block_q)
         self.steps = self.tiles * self.group
-
-    @property
-    def has_partial(self) -> bool:
-        return self.full_end is not None
 
     def _split(self, i):
         head = lax.div(i, self.tiles) if self.group > 1 else 0
@@ -128,6 +131,41 @@ class Walk:
             return n < self.full_end
         tile = self.begin + n
         return (tile >= self.full_begin) & (tile < self.full_end)
+
+    def load(self, i, matrix, row, matrix_s, row_s, barrier) -> None:
+        """Start copying what step i reads of `[batch, q_len, heads, head_dim]` and `[batch, heads, q_pad]` to its slot in shared memory."""
+        head, tile = self(i)
+        slot, rows = slot_of(i, matrix_s), pl.ds(tile * self.block_q, self.block_q)
+        barrier = barrier if matrix_s.shape[0] == 1 else barrier.at[slot]
+        plgpu.copy_gmem_to_smem(matrix.at[self.b, rows, head], matrix_s.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(row.at[self.b, head, rows], row_s.at[slot], barrier)
+
+    def for_each(self, step, masks: bool = True) -> None:
+        """Run `step(i, partial)`, partial being static; never True where `masks` is not."""
+
+        def one(i, _):
+            full = self.is_full(i)
+            pl.when(full)(lambda: step(i, False))
+            pl.when(jnp.logical_not(full))(lambda: step(i, True))
+
+        lax.fori_loop(0, self.steps, one if masks and self.full_end is not None else lambda i, _: step(i, False), None)
+
+
+def slot_of(i, staged):
+    """Where step i finds its tile in shared memory `[stages, ...]`."""
+    return 0 if staged.shape[0] == 1 else lax.rem(i, staged.shape[0])
+
+
+def opaque_zero(i):
+    """0 for a number that is new in every step, unknown to the compiler: it hoists no descriptors of K and V (and spills none)."""
+    return lax.shift_right_logical(i, 24)
+
+
+def meet(barrier) -> None:
+    """What each warpgroup wrote to shared memory is there for the products and copies of both."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 class ScoreTile:
@@ -244,7 +282,29 @@ def keep_rows(ref, kept) -> None:
         part[...] = jnp.where(lax.broadcast_in_dim(kept, x.shape, [0]), x, jnp.zeros_like(x))
 
 
-def flatten(inputs: Inputs):
-    """The operands that are present, and a function from as many references back to `Inputs`."""
-    leaves, tree = jax.tree.flatten(inputs)
-    return leaves, functools.partial(jax.tree.unflatten, tree)
+def call(body, problem: Problem, inputs: Inputs, block_kv: int, scratch: dict, dq, done) -> tuple[jax.Array, jax.Array]:
+    """Run `body(g, dq, done, dk, dv, **scratch)` in every block of threads, two warpgroups each; `(dk, dv)`.
+
+    g: `Inputs` of references. dq, done: references that blocks add to; done is None where dq adds up in any order.
+    """
+    leaves, tree = jax.tree.flatten((inputs, dq, done))
+
+    def flat_body(*refs, **scratch_refs):
+        g, dq_g, done_g = jax.tree.unflatten(tree, refs[: len(leaves)])
+        body(g, dq_g, done_g, *refs[len(leaves) :], **scratch_refs)
+
+    grid_sizes, grid_names = grid(problem, inputs, block_kv)
+    kernel = plgpu.kernel(
+        flat_body,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
+        grid=grid_sizes,
+        grid_names=grid_names,
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name=f"flash_attention_backward_d{inputs.query.shape[-1]}",
+    )
+    return tuple(kernel(*leaves))
