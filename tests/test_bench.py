@@ -1,37 +1,47 @@
 """The benchmark: a wrong result has no speed, peers compute the same, results are written and compared."""
 
 import copy
+import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from flash_jax.bench import compiled, kernels, report, timing
 from flash_jax.bench import measure as measuring
-from flash_jax.bench import report, timing
 from flash_jax.bench.__main__ import main
-from flash_jax.bench.accuracy import Reference
-from flash_jax.bench.rows import BLOCK, PRESETS, Row
+from flash_jax.bench.accuracy import NAMES, Reference
+from flash_jax.bench.presets import PRESETS
+from flash_jax.bench.rows import BLOCK, DIFFERENTIATED, Row, equal_segments
 from flash_jax.bench.sides import SIDES
 
 SMALL = Row(1, 256, 2, 32, dtype="float32", is_causal=True)
 
 
 def results_of(attention, arrays):
-    def run(*qkv_dout):
-        *qkv, dout = qkv_dout
-        out, pullback = jax.vjp(attention, *qkv)
-        return out, *pullback(dout)
+    def run(arrays):
+        given = {name: x for name, x in arrays.items() if name != "dout"}
+        wanted = {name: x for name, x in given.items() if name in DIFFERENTIATED}
+        out, pullback = jax.vjp(lambda wanted: attention({**given, **wanted}), wanted)
+        return {"out": out, **pullback(arrays["dout"])[0]}
 
-    return jax.jit(run)(*arrays)
+    return jax.jit(run)(arrays)
+
+
+def reference_of(row, arrays):
+    reference = Reference(row)
+    reference.expect(arrays)
+    return reference
 
 
 @functools.cache
 def checked(dtype):
-    row = Row(2, 256, 4, 64, 2, dtype=dtype, is_causal=True)
-    arrays = row.arrays()
-    return Reference(row, arrays), results_of(SIDES["flash_jax"](row), arrays)
+    row = Row(2, 256, 4, 64, 2, dtype=dtype, is_causal=True, bias=True)
+    arrays = row.draw()
+    return reference_of(row, arrays), results_of(SIDES["flash_jax"](row), arrays)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -39,82 +49,118 @@ def test_right_results_are_allowed(dtype):
     reference, results = checked(dtype)
     errors, reason = reference.check(results)
     assert reason is None
-    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert set(errors) == {"out", "dq", "dk", "dv", "dbias"}
     assert 0 < max(errors.values()) < (1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+@pytest.mark.parametrize("wrong", list(NAMES))
 def test_an_error_of_one_percent_is_refused(wrong, dtype):
     reference, results = checked(dtype)
-    name = ("out", "dq", "dk", "dv")[wrong]
-    results = [np.asarray(x, np.float32) for x in results]
-    planted = [x * np.float32(1.01) if n == wrong else x for n, x in enumerate(results)]
-    assert reference.check(planted)[1].startswith(f"{name}: ")
-    noise = [x + 0.02 * x.std() * np.random.default_rng(0).standard_normal(x.shape) if n == wrong else x for n, x in enumerate(results)]
-    assert reference.check(noise)[1].startswith(f"{name}: relative error")
-    broken = [np.where(np.arange(x.shape[-1]) == 3, np.nan, x) if n == wrong else x for n, x in enumerate(results)]
-    assert reference.check(broken)[1].startswith(f"{name}: ")
+    results = {name: np.asarray(x, np.float32) for name, x in results.items()}
+    x, noise = results[wrong], np.random.default_rng(0).standard_normal(results[wrong].shape)
+    refused = lambda x: reference.check(results | {wrong: x})[1]
+    assert refused(x * np.float32(1.01)).startswith(f"{NAMES[wrong]}: ")
+    assert refused(x + 0.02 * x.std() * noise).startswith(f"{NAMES[wrong]}: relative error")
+    assert refused(np.where(np.arange(x.shape[-1]) == 3, np.nan, x)).startswith(f"{NAMES[wrong]}: ")
 
 
 def test_a_refused_side_is_not_timed():
     def wrong(row):
-        return lambda *qkv: 1.01 * SIDES["jax.nn"](row)(*qkv)
+        return lambda arrays: 1.01 * SIDES["jax.nn"](row)(arrays)
 
     def unable(row):
-        def attention(*qkv):
+        def attention(arrays):
             raise NotImplementedError("no such attention")
 
         return attention
 
-    sides = {"flash_jax": SIDES["jax.nn"], "flash_jax:wrong": wrong, "unable": unable, "jax.nn": SIDES["jax.nn"]}
-    record = measuring.measure(SMALL, list(sides), 0.1, sides)
-    assert record["sides"]["flash_jax:wrong"]["refused"].startswith("out: ")
+    sides = {"flash_jax": SIDES["jax.nn"], "flash_jax:xla": wrong, "unable": unable, "jax.nn": SIDES["jax.nn"]}
+    record = measuring.measure(compiled.start([SMALL], sides)[0], 0.1)
+    assert record["sides"]["flash_jax:xla"]["refused"].startswith("out: ")
     assert record["sides"]["unable"] == {"refused": "NotImplementedError: no such attention"}
-    assert not {"forward", "backward"} & set(record["sides"]["flash_jax:wrong"])
+    assert not {"forward", "backward"} & set(record["sides"]["flash_jax:xla"])
     for name in ("flash_jax", "jax.nn"):
         for phase in ("forward", "backward"):
             side = record["sides"][name][phase]
             assert len(side["seconds"]) >= 5
             assert 0 < side["p10"] <= side["median"] <= side["p90"]
             assert side["memory"] > 0
+            assert side["kernels"] is None, "which only a GPU's profile has"
             assert set(side["over"]) == {"flash_jax", "jax.nn"} - {name}
+    assert record["sides"]["flash_jax"]["residuals"] >= 3 * 256 * 2 * 32 * 4, "query, key and value at least"
     assert record["sides"]["flash_jax"]["runs"].startswith("xla with Config(")
-    assert measuring.refusals({"rows": [record]}) == [f"{SMALL.name}: flash_jax:wrong: {record['sides']['flash_jax:wrong']['refused']}"]
+    assert measuring.refusals({"rows": [record]}) == [f"{SMALL.name}: flash_jax:xla: {record['sides']['flash_jax:xla']['refused']}"]
     text = report.markdown({"preset": "x", "provenance": timing.provenance(), "rows": [record]})
-    assert f"| {SMALL.name} | flash_jax:wrong | refused: out: " in text
+    assert f"| {SMALL.name} | flash_jax:xla | refused: out: " in text
 
 
 @pytest.mark.parametrize(
     "row",
     [
         Row(2, 100, 4, 16, 2, kv_len=70, dtype="float32", is_causal=True, window=(80, 0)),
-        Row(2, 130, 2, 16, dtype="float32", segments=4),
+        Row(2, 130, 2, 16, dtype="float32", segments=(30, 40, 10, 50)),
         Row(2, 4 * BLOCK, 2, 16, dtype="float32", density=0.5),
+        Row(2, 65, 2, 16, dtype="float32", bias=True),
     ],
     ids=lambda row: row.name,
 )
 def test_peers_are_asked_the_same(row):
-    arrays = row.arrays()
+    arrays = row.draw()
     ours, theirs = (results_of(SIDES[name](row), arrays) for name in ("flash_jax", "jax.nn"))
-    reference = Reference(row, arrays)
+    reference = reference_of(row, arrays)
     assert reference.check(ours)[1] is None
     assert reference.check(theirs)[1] is None
 
 
+def test_dropout_is_checked_with_its_own_bits():
+    row = Row(2, 100, 2, 16, dtype="float32", dropout=0.3)
+    arrays = row.draw()
+    reference = reference_of(row, arrays)
+    assert reference.check(results_of(SIDES["flash_jax"](row), arrays))[1] is None
+    undropped = results_of(SIDES["flash_jax"](dataclasses.replace(row, dropout=0.0)), arrays)
+    assert "relative error" in reference.check(undropped)[1]
+    with pytest.raises(NotImplementedError, match="no dropout"):
+        SIDES["jax.nn"](row)(arrays)
+
+
+def test_decoding_has_no_backward():
+    record = measuring.measure(compiled.start([Row(2, 1, 4, 16, 2, kv_len=64, dtype="float32")], {"flash_jax": SIDES["flash_jax"]})[0], 0.1)
+    side = record["sides"]["flash_jax"]
+    assert "backward" not in side
+    assert side["forward"]["median"] > 0
+    assert set(side["errors"]) == {"out"}
+
+
+def test_peers_decline_what_they_lack():
+    for name in ("fa3", "fa4"):
+        with pytest.raises(NotImplementedError, match="no bias"):
+            SIDES[name](Row(1, 64, 2, 16, bias=True))
+        with pytest.raises(ModuleNotFoundError):
+            SIDES[name](Row(1, 64, 2, 16))(Row(1, 64, 2, 16).draw())
+
+
 def test_block_patterns_have_their_density():
     for density in (1.0, 0.5, 0.25, 0.125):
-        blocks = Row(1, 16 * BLOCK, 1, 8, density=density)._blocks()
+        blocks = Row(1, 16 * BLOCK, 1, 8, density=density).blocks
         assert (blocks.sum(1) == 16 * density).all()
         assert blocks.diagonal().all()
 
 
 def test_products_by_hand():
-    """4 N^2 d a head; half of it causal; a window of 4 keys; a quarter when packed in 4."""
-    assert measuring.products(Row(2, 8, 3, 16)) == 4 * 2 * 3 * 64 * 16
-    assert measuring.products(Row(2, 8, 3, 16, is_causal=True)) == 2 * 2 * 3 * 64 * 16
-    assert measuring.products(Row(1, 8, 1, 16, window=(2, 1))) == 4 * 8 * 4 * 16
-    assert measuring.products(Row(1, 8, 1, 16, segments=4)) == 4 * 64 * 16 / 4
+    """4 N^2 d a head; half of it causal; a window of 4 keys; the sequences' own squares when packed."""
+    assert Row(2, 8, 3, 16).products == 4 * 2 * 3 * 64 * 16
+    assert Row(2, 8, 3, 16, is_causal=True).products == 2 * 2 * 3 * 64 * 16
+    assert Row(1, 8, 1, 16, window=(2, 1)).products == 4 * 8 * 4 * 16
+    assert Row(1, 8, 1, 16, segments=(5, 3)).products == 4 * (25 + 9) * 16
+    assert Row(1, 1, 1, 16, kv_len=8).products == 4 * 8 * 16
+
+
+def test_packed_sequences_fill_the_length():
+    assert equal_segments(10, 4) == (2, 3, 2, 3)
+    for make in PRESETS.values():
+        assert all(sum(row.segments) in (0, row.length) for row in make())
+    assert list(Row(1, 8, 1, 8, segments=(5, 3)).starts) == [0, 5, 8]
 
 
 def test_names_tell_rows_apart():
@@ -172,7 +218,7 @@ MINE = ["mine", "--shape", "1,128,128,2,2,16", "--dtype", "float32", "--is-causa
 
 def test_command_writes_its_report(tmp_path, capsys):
     out = tmp_path / "mine.json"
-    assert main([*MINE, "--out", str(out)]) == 0
+    assert main([*MINE, "--out", str(out.with_suffix(""))]) == 0, ".json is added"
     assert "## Where we lose" in capsys.readouterr().out
     data = json.loads(out.read_text())
     assert data["provenance"]["jax"] == jax.__version__
@@ -182,7 +228,7 @@ def test_command_writes_its_report(tmp_path, capsys):
 
 
 def test_command_fails_on_a_wrong_result(monkeypatch, capsys):
-    planted = lambda row: lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True) * 1.01
+    planted = lambda row: lambda arrays: SIDES["jax.nn"](row)(arrays) * 1.01
     monkeypatch.setitem(SIDES, "flash_jax", planted)
     assert main([*MINE, "--sides", "flash_jax"]) == 1
     assert "refused: b1_n128x128_h2/2_d16_float32_causal: flash_jax: out: " in capsys.readouterr().err
@@ -192,3 +238,32 @@ def test_command_names_what_is_wrong(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["mine", "--shape", "1,2,3"])
     assert "six positive integers, got '1,2,3'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["quick", "--out", "no/such/folder/x.json"])
+    assert "in a folder that exists" in capsys.readouterr().err
+
+
+def test_rows_are_chosen_by_name_from_several_presets(tmp_path, monkeypatch):
+    small = {"quick": lambda: [SMALL], "cpu": lambda: [SMALL, Row(1, 64, 1, 8, dtype="float32"), Row(1, 65, 1, 8, dtype="float32")]}
+    for name, make in small.items():
+        monkeypatch.setitem(PRESETS, name, make)
+    out = tmp_path / "x.json"
+    arguments = ["quick", "--also", "cpu", "--only", "n256", "n64", "--sides", "flash_jax", "--seconds", "0.01", "--out", str(out)]
+    assert main(arguments) == 0
+    assert [record["row"] for record in json.loads(out.read_text())["rows"]] == [SMALL.name, "b1_n64_h1_d8_float32"]
+
+
+def test_kernel_time_is_that_of_a_profile():
+    """Of a profile written by hand: two streams of a GPU, memory that is set, and a host's line."""
+    event = lambda name, seconds: SimpleNamespace(name=name, duration_ns=seconds * 1e9)
+    line = lambda name, *events: SimpleNamespace(name=name, events=events)
+    gpu = [
+        line("Stream #1", event("a", 1), event("Memset", 8), event("a", 2)),
+        line("Stream #2", event("b", 4)),
+        line("Ops", event("a", 16)),
+    ]
+    planes = [
+        SimpleNamespace(name="/device:GPU:0", lines=gpu),
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #9", event("a", 32))]),
+    ]
+    assert kernels.by_kernel(planes) == {"a": 3.0, "b": 4.0}

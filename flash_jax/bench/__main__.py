@@ -4,13 +4,15 @@ import argparse
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 
-from flash_jax.bench import report
+from flash_jax.bench import compiled, report
 from flash_jax.bench.measure import measure, refusals
-from flash_jax.bench.rows import PRESETS, Row
+from flash_jax.bench.presets import PRESETS
+from flash_jax.bench.rows import Row, equal_segments
 from flash_jax.bench.sides import SIDES, default_sides
-from flash_jax.bench.timing import provenance
+from flash_jax.bench.timing import gpu, provenance
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,16 +27,20 @@ def parser() -> argparse.ArgumentParser:
     mine.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     mine.add_argument("--is-causal", action="store_true")
     mine.add_argument("--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"))
-    mine.add_argument("--segments", type=int, default=0, help="sequences packed into one")
+    mine.add_argument("--segments", type=int, help="sequences of equal length packed into one")
     mine.add_argument("--density", type=float, help="block-sparse, that fraction of blocks of 128 x 128")
-    presets = [commands.add_parser(name, help=f"{(make.__doc__ or 'a preset').splitlines()[0]}") for name, make in PRESETS.items()]
+    mine.add_argument("--bias", action="store_true", help="[1, heads, q_len, kv_len], with its gradient")
+    mine.add_argument("--dropout", type=float, default=0.0)
+    presets = [commands.add_parser(name, help=make.__doc__) for name, make in PRESETS.items()]
+    for command in presets:
+        command.add_argument("--also", nargs="+", default=[], choices=tuple(PRESETS), help="further presets in the same run")
+        command.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one of these words")
     for command in (mine, *presets):
         command.add_argument(
             "--sides", nargs="+", choices=tuple(SIDES), help="implementations; ours and every peer that is here by default"
         )
-        command.add_argument("--only", default="", help="rows whose name contains this")
         command.add_argument("--seconds", type=float, default=6, help="about how long to time each row")
-        command.add_argument("--out", type=pathlib.Path, help="results file to write (JSON), with .md and .png of the same name beside it")
+        command.add_argument("--out", type=results_file, help="results file to write, .json; .md and .png of the same name go beside it")
     return result
 
 
@@ -46,10 +52,25 @@ def shape(word: str) -> tuple[int, ...]:
     return sizes
 
 
-def _mine(o) -> list[Row]:
+def results_file(word: str) -> pathlib.Path:
+    """A path that ends in .json, in a folder that is there."""
+    path = pathlib.Path(word)
+    if path.suffix != ".json":
+        path = path.with_name(f"{path.name}.json")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {word!r}")
+    return path
+
+
+def _rows(o) -> list[Row]:
+    if o.command != "mine":
+        rows = {row.name: row for preset in (o.command, *o.also) for row in PRESETS[preset]()}
+        return [row for name, row in rows.items() if any(word in name for word in o.only)]
     batch, q_len, kv_len, num_heads, num_kv_heads, head_dim = o.shape
     window = tuple(o.window) if o.window else None
-    return [Row(batch, q_len, num_heads, head_dim, num_kv_heads, kv_len, o.dtype, o.is_causal, window, o.segments, o.density)]
+    segments = equal_segments(q_len, o.segments) if o.segments else ()
+    sizes = (batch, q_len, num_heads, head_dim, num_kv_heads, kv_len)
+    return [Row(*sizes, o.dtype, o.is_causal, window, segments, o.density, o.bias, o.dropout)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,16 +83,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             options.error(str(error))
         return 0
-    rows = [row for row in (_mine(o) if o.command == "mine" else PRESETS[o.command]()) if o.only in row.name]
     results = {"preset": o.command, "provenance": provenance(), "rows": []}
+    rows = compiled.start(_rows(o), {name: SIDES[name] for name in o.sides or default_sides()})
+    began = time.monotonic()
     for n, row in enumerate(rows):
-        sys.stderr.write(f"[{n + 1}/{len(rows)}] {row.name}\n")
-        results["rows"].append(measure(row, o.sides or default_sides(), o.seconds))
+        row.wait()
+        sys.stderr.write(f"\rcompiled {n + 1} of {len(rows)}, {time.monotonic() - began:.0f} s" + "\n" * (n + 1 == len(rows)))
+    while rows:
+        row = rows.pop(0)  # its executables and arrays go with it
+        results["rows"].append(measure(row, o.seconds))
+        sys.stderr.write(f"[{len(rows)} to go, {time.monotonic() - began:.0f} s] {report.line(results['rows'][-1])}\n")
         if o.out:
             o.out.write_text(json.dumps(results, indent=1) + "\n")
+    results["provenance"]["gpu_after"] = gpu()
     text = report.markdown(results)
     sys.stdout.write(text)
     if o.out:
+        o.out.write_text(json.dumps(results, indent=1) + "\n")
         o.out.with_suffix(".md").write_text(text)
         report.plot(results, o.out.with_suffix(".png"))
     refused = refusals(results)

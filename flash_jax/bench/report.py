@@ -5,44 +5,78 @@ import pathlib
 from flash_jax.bench.measure import PHASES, best_peer, geometric_mean
 
 
+def line(record: dict) -> str:
+    """A row in short: the errors are allowed, and how many times faster than each peer."""
+    words = [record["row"]]
+    for phase in PHASES:
+        over = record["sides"].get("flash_jax", {}).get(phase, {}).get("over", {})
+        words += [phase, *(f"{ratio['ratio']:.2f} x {peer}" for peer, ratio in over.items())] if over else []
+    return " ".join(words + [f"refused: {name}" for name, side in record["sides"].items() if "refused" in side])
+
+
 def markdown(results: dict) -> str:
     """A table a phase: median milliseconds, p10 to p90, and how we stand against the fastest peer."""
     where = results["provenance"]
     lines = [f"# {results['preset']} on {where['device']}", ""]
     lines += [f"* {name}: {where[name]}" for name in ("date", "command", "processor", "gpu", "jax", "python") if where[name]]
     for phase in PHASES:
-        lines += [
-            "",
-            f"## {phase.capitalize()}",
-            "",
-            "| row | side | ms (p10 to p90) | TFLOP/s | memory, MB | largest error | over the best peer |",
-        ]
-        lines += ["|---|---|---|---|---|---|---|"]
-        lines += [line for record in results["rows"] for line in _lines(record, phase)]
+        table = [text for record in results["rows"] for text in _lines(record, phase)]
+        if not table:
+            continue
+        lines += ["", f"## {phase.capitalize()}", ""]
+        lines += ["| row | side | ms (p10 to p90) | kernels, ms | TFLOP/s | memory, MB | largest error | over the best peer |"]
+        lines += ["|---|---|---|---|---|---|---|---|", *table]
+    lines += ["", "## Against each peer", "", *ratios(results)]
     lines += ["", "## Where we lose", ""]
-    lost = [line for record in results["rows"] for line in _lost(record)]
-    return "\n".join([*lines, *(lost or ["Nowhere in these rows: no ratio to the best peer is below 1.00."]), ""])
+    return "\n".join([*lines, *(lost(results) or ["Nowhere in these rows: no ratio to the best peer is below 1.00."]), ""])
 
 
 def _lines(record: dict, phase: str):
     for name, side in record["sides"].items():
         if "refused" in side:
-            yield f"| {record['row']} | {name} | refused: {side['refused'].replace('|', '/')} | | | | |"
+            yield f"| {record['row']} | {name} | refused: {side['refused'].replace('|', '/')} | | | | | |"
+            continue
+        if phase not in side:
             continue
         s = side[phase]
         memory = "" if s["memory"] is None else f"{s['memory'] / 1e6:.1f}"
+        kernels = "" if s.get("kernels") is None else f"{s['kernels'] * 1e3:.3f}"
         peer = best_peer(record, name, phase) if name.startswith("flash_jax") else None
         over = f"{peer[1]['ratio']:.2f} ({peer[1]['p10']:.2f} to {peer[1]['p90']:.2f}), {peer[0]}" if peer else ""
         times = f"{s['median'] * 1e3:.3f} ({s['p10'] * 1e3:.3f} to {s['p90'] * 1e3:.3f})"
         error = max(side["errors"].values())
-        yield f"| {record['row']} | {name} | {times} | {s['tflops']:.3g} | {memory} | {error:.1e} | {over} |"
+        yield f"| {record['row']} | {name} | {times} | {kernels} | {s['tflops']:.3g} | {memory} | {error:.1e} | {over} |"
 
 
-def _lost(record: dict):
+def ratios(results: dict) -> list[str]:
+    """A table: how many times faster than each peer, in the geometric mean and at worst."""
+    lines = ["| phase | peer | rows | geometric mean | lowest | rows below 1.00 |", "|---|---|---|---|---|---|"]
     for phase in PHASES:
-        peer = best_peer(record, "flash_jax", phase) if "flash_jax" in record["sides"] else None
-        if peer and peer[1]["ratio"] < 1:
-            yield f"* {record['row']}, {phase}: {peer[1]['ratio']:.2f} of {peer[0]} ({peer[1]['p10']:.2f} to {peer[1]['p90']:.2f})"
+        found: dict[str, list[float]] = {}
+        for record in results["rows"]:
+            if "flash_jax" not in record["sides"]:
+                continue
+            over = record["sides"]["flash_jax"].get(phase, {}).get("over", {})
+            best = best_peer(record, "flash_jax", phase)
+            for peer, ratio in [*over.items(), *([("the best peer", best[1])] if best else [])]:
+                found.setdefault(peer, []).append(ratio["ratio"])
+        for peer, values in found.items():
+            below = sum(value < 1 for value in values)
+            lines.append(f"| {phase} | {peer} | {len(values)} | {geometric_mean(values):.3f} | {min(values):.2f} | {below} |")
+    return lines
+
+
+def lost(results: dict) -> list[str]:
+    """Each row below 1.00 of the best peer. A tie is a median of 0.97 at least whose p10 to p90 has 1.00 in it."""
+    lines = []
+    for record in results["rows"]:
+        for phase in PHASES:
+            peer = best_peer(record, "flash_jax", phase) if "flash_jax" in record["sides"] else None
+            if peer and peer[1]["ratio"] < 1:
+                low, middle, high = (peer[1][name] for name in ("p10", "ratio", "p90"))
+                tie = ", a tie" if middle >= 0.97 and low <= 1 <= high else ""
+                lines.append(f"* {record['row']}, {phase}: {middle:.2f} of {peer[0]} ({low:.2f} to {high:.2f}){tie}")
+    return lines
 
 
 def plot(results: dict, path: pathlib.Path) -> None:

@@ -1,30 +1,80 @@
-"""By which implementations: functions of (query, key, value), by name, for a row."""
+"""By which implementations: functions of a row's arrays, by name."""
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from flash_jax.api import flash_attention
-from flash_jax.bench.rows import Row
+from flash_jax.bench.rows import Arrays, Row
 from flash_jax.dispatch import NAMES
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attention = Callable[[Arrays], jax.Array]
 
 
 def _ours(row: Row, implementation: str | None = None) -> Attention:
-    return functools.partial(flash_attention, implementation=implementation, **row.options(row.batch))
+    return lambda arrays: flash_attention(**row.words(arrays), implementation=implementation)
 
 
 def _jax_nn(row: Row, implementation: str = "xla") -> Attention:
-    return functools.partial(jax.nn.dot_product_attention, implementation=implementation, **row.peer_options())
+    return lambda arrays: jax.nn.dot_product_attention(**row.dense_words(arrays), implementation=implementation)
 
 
 def _tokamax(row: Row) -> Attention:
-    import tokamax  # pyright: ignore[reportMissingImports]
+    return lambda arrays: _module("tokamax").dot_product_attention(**row.dense_words(arrays))
 
-    return functools.partial(tokamax.dot_product_attention, **row.peer_options())
+
+def _fa3(row: Row) -> Attention:
+    """FlashAttention-3 as `dew_flash_attn` calls it."""
+    _decline(row, "bias", "density", "dropout")
+    window = row.window or (-1, -1)
+    if row.segments:
+        starts = _starts(row)
+        return _packed(
+            lambda *qkv: _module("dew_flash_attn").flash_mha_varlen(*qkv, starts, max(row.segments), is_causal=row.is_causal),
+        )
+    causal = row.is_causal and row.window is None
+    return lambda arrays: _module("dew_flash_attn").flash_mha(*_qkv(arrays), is_causal=causal, window_size=window)
+
+
+def _fa4(row: Row) -> Attention:
+    """FlashAttention-4's kernels as `fa4_jax` calls them."""
+    _decline(row, "bias", "density", "dropout")
+    if row.segments:
+        starts = jnp.asarray(_starts(row))
+        return _packed(lambda *qkv: _module("fa4_jax").flash_attn_varlen(*qkv, starts, starts, causal=row.is_causal))
+    words: dict[str, Any] = {"causal": row.is_causal} if row.window is None else {"window_size": row.window}
+    return lambda arrays: _module("fa4_jax").flash_attn(*_qkv(arrays), **words)
+
+
+def _decline(row: Row, *features: str) -> None:
+    for feature in features:
+        if getattr(row, feature):
+            raise NotImplementedError(f"no {feature}")
+
+
+def _qkv(arrays: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return arrays["query"], arrays["key"], arrays["value"]
+
+
+def _starts(row: Row) -> np.ndarray:
+    """Of the sequences of all batch entries, laid end to end."""
+    return np.cumsum((0, *row.segments * row.batch), dtype=np.int32)
+
+
+def _packed(attention: Callable[..., jax.Array]) -> Attention:
+    """`[batch, length, ...]` through a function of `[batch * length, ...]`."""
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    return lambda arrays: attention(*map(flat, _qkv(arrays))).reshape(arrays["query"].shape)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 SIDES: dict[str, Callable[[Row], Attention]] = {
@@ -32,11 +82,14 @@ SIDES: dict[str, Callable[[Row], Attention]] = {
     **{f"flash_jax:{name}": functools.partial(_ours, implementation=name) for name in NAMES},
     "jax.nn": _jax_nn,
     "jax.nn:cudnn": functools.partial(_jax_nn, implementation="cudnn"),
+    "fa3": _fa3,
+    "fa4": _fa4,
     "tokamax": _tokamax,
 }
+PACKAGES = {"fa3": "dew_flash_attn", "fa4": "fa4_jax", "tokamax": "tokamax"}
 
 
 def default_sides() -> list[str]:
     """Ours and every peer that this machine may run."""
     peers = ["jax.nn"] + ["jax.nn:cudnn"] * (jax.default_backend() == "gpu")
-    return ["flash_jax", *peers] + ["tokamax"] * (importlib.util.find_spec("tokamax") is not None)
+    return ["flash_jax", *peers, *(side for side, package in PACKAGES.items() if importlib.util.find_spec(package) is not None)]

@@ -68,15 +68,21 @@ def provenance() -> dict:
     device = jax.devices()[0]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m flash_jax.bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m flash_jax.bench", *_without_out(sys.argv[1:])]),
         "device": device.device_kind,
         "platform": device.platform,
         "processor": _processor(),
-        "gpu": _gpu(),
+        "gpu": gpu(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
     }
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where a file goes says nothing of what is in it."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def _processor() -> str:
@@ -88,7 +94,7 @@ def _processor() -> str:
         return platform.processor()
 
 
-def _gpu() -> str | None:
+def gpu() -> str | None:
     """Driver, clocks and power limit of the first NVIDIA GPU, at this moment; None without one."""
     fields = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
     try:

@@ -1,0 +1,214 @@
+"""Bytes that reach HBM, by hardware counters, beside what `flash_jax.io_model` predicts.
+
+    python benchmarks/counters.py measure benchmarks/results/counters.json    # needs Nsight Compute's ncu and the right to read counters
+    python benchmarks/counters.py report benchmarks/results/counters.json     # Markdown on stdout, and a plot beside the file
+
+Each computation starts with a cache that holds other data, all of it clean: a sum over 512 MB is read before it. The same sum after it
+drives out what it wrote and left in the cache; those bytes are counted as written by it.
+"""
+
+import argparse
+import csv
+import ctypes
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+
+from flash_jax import io_model
+from flash_jax.bench import compiled
+from flash_jax.bench.presets import CHANNELS, DENSITIES, TOKENS
+from flash_jax.bench.rows import BLOCK, Row
+from flash_jax.bench.sides import SIDES
+from flash_jax.bench.timing import provenance
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum", "gpu__time_duration.sum")
+NAMES = ("read", "written", "cache", "nanoseconds")
+SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
+
+
+def rows(few: bool) -> list[Row]:
+    """Lengths at head_dim 128, three of them at 64 and 256, and block-sparse patterns."""
+    if few:
+        return [Row(TOKENS // 4096, 4096, 16, 128)]
+    sizes = [(n, 128) for n in (1024, 2048, 4096, 8192, 16384)] + [(n, d) for d in (64, 256) for n in (1024, 4096, 16384)]
+    plain = [Row(TOKENS // n, n, CHANNELS // d, d) for n, d in sizes]
+    return plain + [Row(1, TOKENS, CHANNELS // 128, 128, density=density) for density in DENSITIES]
+
+
+def sides_of(row: Row) -> list[str]:
+    """Block-sparse attention is ours alone."""
+    return [name for name in SIDE_NAMES if row.density is None or name == "flash_jax"]
+
+
+# ------------------------------------------------------------------------------------------------------- under the profiler
+def run(few: bool) -> None:
+    """What ncu watches: for each case a mark, the sum, a mark, the computation; and the sum once more at the end."""
+    todo = [(row, name) for row in rows(few) for name in sides_of(row)]
+    with ThreadPoolExecutor() as pool:
+        sides = list(pool.map(lambda case: compiled.compile_side(*case, SIDES[case[1]](case[0])), todo))
+    profiler = ctypes.CDLL("libcuda.so.1")
+    mark, eight = jax.jit(lambda x: x ^ 1), jnp.zeros(8, jnp.int32)
+    flush, large = jax.jit(lambda x: x.sum(dtype=jnp.int32)), jnp.ones(2**29, jnp.int8)
+
+    def counted(*calls):
+        profiler.cuProfilerStart()
+        for call in (lambda: mark(eight), lambda: flush(large), lambda: mark(eight), *calls):
+            jax.block_until_ready(call())
+        profiler.cuProfilerStop()
+
+    for (row, name), side in zip(todo, sides, strict=True):
+        for phase, call in side.calls(jax.jit(row.draw)()).items():
+            jax.block_until_ready((call(), mark(eight), flush(large)))  # the first call of an executable does more
+            counted(call)
+            sys.stdout.write(f"case {json.dumps([row.name, name, phase])}\n")
+            sys.stdout.flush()
+    counted()
+
+
+def measure(out: pathlib.Path, few: bool) -> None:
+    """Run the cases under ncu and write what it counted."""
+    log = out.with_suffix(".csv")
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--target-processes"]
+    command += [
+        "application-only",
+        "--metrics",
+        ",".join(METRICS),
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--log-file",
+        str(log),
+    ]
+    command += [sys.executable, __file__, "run", *["--few"] * few]
+    quick = {**os.environ, "XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # a search for the fastest product would take minutes
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=quick).stdout
+    cases = [json.loads(line.removeprefix("case ")) for line in shown.splitlines() if line.startswith("case ")]
+    lines = log.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith('"ID"'))
+    head, _, *kernels = csv.reader(lines[first:])
+    columns = [head.index(name) for name in ("Kernel Name", *METRICS)]
+    counted = split([[line[column] for column in columns] for line in kernels])
+    results = {"provenance": provenance() | {"command": "python benchmarks/counters.py measure", "ncu": command[1:-2]}, "cases": []}
+    for (row, side, phase), kernels, after in zip(cases, counted[1::2], counted[2::2], strict=True):
+        left = sum(kernel["written"] for kernel in after)
+        results["cases"].append({"row": row, "side": side, "phase": phase, "kernels": kernels, "left_in_cache": left})
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    log.unlink()
+
+
+def split(kernels: list[list[str]]) -> list[list[dict]]:
+    """Kernels between marks: the sum and a case in turns, the sum first."""
+    parts: list[list[dict]] = []
+    for name, *values in kernels:
+        if "xor" in name:
+            parts.append([])
+        else:
+            parts[-1].append({"kernel": name, **{key: float(value.replace(",", "")) for key, value in zip(NAMES, values, strict=True)}})
+    return [part for part in parts if part]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+def predict(row: Row, side: str, phase: str) -> tuple[int, int]:
+    """Bytes to HBM without a cache, and behind the H200's."""
+    sizes = {"batch": row.batch, "num_heads": row.num_heads, "head_dim": row.head_dim}
+    problem = io_model.make_problem(row.length, **sizes)
+    standard = {"forward": io_model.standard_forward, "backward": io_model.standard_backward}
+    flash = {"forward": io_model.flash_forward, "backward": io_model.flash_backward}
+    cost = standard[phase](problem) if side == "jax.nn" else flash[phase](problem, (BLOCK, BLOCK), density=row.density)
+    return cost.hbm, io_model.behind_cache(cost, io_model.DEVICES["h200"])
+
+
+def table(results: dict) -> list[dict]:
+    """Of each case: bytes measured and predicted."""
+    by_name = {row.name: row for row in rows(False)}
+    lines = []
+    for case in results["cases"]:
+        row = by_name[case["row"]]
+        bare, behind = predict(row, case["side"], case["phase"])
+        read = sum(kernel["read"] for kernel in case["kernels"])
+        written = sum(kernel["written"] for kernel in case["kernels"]) + case["left_in_cache"]
+        lines.append({"case": case, "row": row, "read": read, "written": written, "bare": bare, "predicted": behind})
+    return lines
+
+
+def markdown(lines: list[dict]) -> str:
+    """A table a phase."""
+    text = []
+    for phase in ("forward", "backward"):
+        text += ["", f"### {phase.capitalize()}", ""]
+        text += ["| length | head_dim | density | side | read, MB | written, MB | measured, MB | predicted, MB | measured / predicted |"]
+        text += ["|---|---|---|---|---|---|---|---|---|"]
+        for x in lines:
+            if x["case"]["phase"] != phase:
+                continue
+            row, measured = x["row"], x["read"] + x["written"]
+            where = f"| {row.length} | {row.head_dim} | {'' if row.density is None else f'{row.density:g}'} | {x['case']['side']} |"
+            sums = f" {x['read'] / 1e6:.0f} | {x['written'] / 1e6:.0f} | {measured / 1e6:.0f} | {x['predicted'] / 1e6:.0f} |"
+            text.append(f"{where}{sums} {measured / x['predicted']:.2f} |")
+    return "\n".join(text[1:]) + "\n"
+
+
+def plot(lines: list[dict], path: pathlib.Path) -> None:
+    """Measured points over predicted lines, against the length and against the density."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    colors = {"jax.nn": "#d1495b", "jax.nn:cudnn": "#8d6a9f", "flash_jax": "#1f6fb4"}
+    labels = {"jax.nn": "standard (jax.nn)", "jax.nn:cudnn": "cuDNN", "flash_jax": "flash_jax"}
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for line, phase in zip(axes, ("forward", "backward"), strict=True):
+        for side, color in colors.items():
+            of = [x for x in lines if x["case"]["side"] == side and x["case"]["phase"] == phase]
+            plain = [x for x in of if x["row"].density is None and x["row"].head_dim == 128]
+            sparse = [x for x in of if x["row"].density is not None]
+            for axis, points, key in ((line[0], plain, "length"), (line[1], sparse, "density")):
+                if points:
+                    at = [getattr(x["row"], key) for x in points]
+                    axis.loglog(
+                        at, [(x["read"] + x["written"]) / 1e9 for x in points], "o", base=2, color=color, label=f"{labels[side]}, measured"
+                    )
+                    axis.loglog(at, [x["predicted"] / 1e9 for x in points], "-", base=2, color=color, label=f"{labels[side]}, predicted")
+                    axis.set_xticks(at, [f"{n:g}" for n in at])
+        line[0].set(title=f"{phase}, head_dim 128, {TOKENS} tokens", xlabel="length")
+        line[1].set(title=f"{phase}, block-sparse at {TOKENS}", xlabel="density")
+        for axis in line:
+            axis.set_ylabel("GB to and from HBM")
+            axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            axis.grid(alpha=0.25)
+            axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("measure", "report"):
+        commands.add_parser(name).add_argument("file", type=pathlib.Path)
+    commands.add_parser("run", help="what ncu watches")
+    for command in (commands.choices["measure"], commands.choices["run"]):
+        command.add_argument("--few", action="store_true", help="one row, to see whether it works")
+    o = parser.parse_args()
+    if o.command == "run":
+        run(o.few)
+    elif o.command == "measure":
+        measure(o.file, o.few)
+    else:
+        lines = table(json.loads(o.file.read_text()))
+        sys.stdout.write(markdown(lines))
+        plot(lines, o.file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
