@@ -24,7 +24,7 @@ COVERING = ("window_left", "both_lengths_causal", "packed", "blocks_by_head", "f
 
 
 def declined(case):
-    return tpu.BACKEND.why_not(api._prepare(**case.build()[0]).problem, DEVICE)
+    return tpu.BACKEND.why_not(api.prepare(**case.build()[0]).problem, DEVICE)
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def test_only_captured_arrays_are_declined():
     ids=lambda x: str(x),
 )
 def test_declines(change, words):
-    problem = dataclasses.replace(api._prepare(**BY_NAME["full"].build()[0]).problem, **change)
+    problem = dataclasses.replace(api.prepare(**BY_NAME["full"].build()[0]).problem, **change)
     assert words in tpu.BACKEND.why_not(problem, DEVICE)
 
 
 def test_declines_other_devices_and_functions_that_are_no_arithmetic():
-    problem = api._prepare(**BY_NAME["full"].build()[0]).problem
+    problem = api.prepare(**BY_NAME["full"].build()[0]).problem
     assert "cpu" in tpu.BACKEND.why_not(problem, Device("cpu", "cpu"))
     assert "TPU v3" in tpu.BACKEND.why_not(problem, Device("tpu", "TPU v3"))
     x = jnp.ones((1, 8, 1, 4))
     mask = Mask.from_function(lambda b, h, q, k: jnp.sin(q * 1.0) > 0)
-    assert "sin" in tpu.BACKEND.why_not(api._prepare(x, x, x, mask=mask).problem, DEVICE)
+    assert "sin" in tpu.BACKEND.why_not(api.prepare(x, x, x, mask=mask).problem, DEVICE)
 
 
 RULES = [
@@ -98,7 +98,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_arithmetic_in_the_kernel_is_sound_and_visits_what_the_schedule_visits(rule):
-    problem = dataclasses.replace(api._prepare(**BY_NAME["full"].build()[0]).problem, q_len=270, kv_len=300)
+    problem = dataclasses.replace(api.prepare(**BY_NAME["full"].build()[0]).problem, q_len=270, kv_len=300)
     problem = dataclasses.replace(problem, mask=problem.mask._replace(rule=rule))
     tiles = Tiles(64, 32, 320)
     got = np.stack(plan.ranges(problem, tiles, jnp.arange(5)), -1)
@@ -117,55 +117,85 @@ def test_arithmetic_in_the_kernel_is_sound_and_visits_what_the_schedule_visits(r
         np.testing.assert_array_equal(got[:, [0, 3]], want[:, [0, 3]])
 
 
-def count_visits(problem, tiles, kinds=None):
-    """How often a kernel steps onto each tile, `[q tiles, kv tiles]`: 1 without, 2 with the mask."""
-    num_q, num_kv = schedule.num_tiles(problem.q_len, tiles.block_q), tiles.tiles_resident
+def visits(problem, tiles, kinds=None):
+    """What a kernel's steps do with each score, `[q_len, kv_len]`, padded: 1 a step without, 10 a step with the mask."""
+    num_q, kv_len = schedule.num_tiles(problem.q_len, tiles.block_q), tiles.resident
 
     def kernel(*refs):
         kinds_ref, out_ref = refs if kinds is not None else (None, *refs)
         out_ref[...] = jnp.zeros_like(out_ref)
 
-        def step(j, masked):
-            out_ref[0, pl.ds(j, 1)] += jnp.full((1,), 2 if masked else 1, jnp.int32)
+        def step(start, width, rows, masked):
+            out_ref[rows, pl.ds(start, width)] += 10 if masked else 1
 
         ids = launch.Ids(0, 0, pl.program_id(0), 0)
         plan.visit(problem, tiles, ids, 0, None if kinds is None else kinds_ref.at[0], step)
 
     with interpreted():
-        return pl.pallas_call(
-            kernel,
-            grid=(num_q,),
-            in_specs=[] if kinds is None else [pl.BlockSpec((1, 1, num_kv), lambda i: (i, 0, 0))],
-            out_specs=pl.BlockSpec((1, num_kv), lambda i: (i, 0)),
-            out_shape=jax.ShapeDtypeStruct((num_q, num_kv), jnp.int32),
-        )(*([] if kinds is None else [kinds]))
+        return np.asarray(
+            pl.pallas_call(
+                kernel,
+                grid=(num_q,),
+                in_specs=[] if kinds is None else [pl.BlockSpec((1, 1, tiles.tiles_resident), lambda i: (i, 0, 0))],
+                out_specs=pl.BlockSpec((tiles.block_q, kv_len), lambda i: (i, 0)),
+                out_shape=jax.ShapeDtypeStruct((num_q * tiles.block_q, kv_len), jnp.int32),
+            )(*([] if kinds is None else [kinds]))
+        )
 
 
-@pytest.mark.parametrize("unroll", [1, 3])
-def test_every_visible_tile_is_visited_once_and_no_other(unroll):
-    problem = dataclasses.replace(api._prepare(**BY_NAME["full"].build()[0]).problem, q_len=256, kv_len=256)
-    problem = dataclasses.replace(problem, mask=problem.mask._replace(rule=RowRule(256, left=100, right=0)))
-    tiles = Tiles(32, 16, 256, unroll)
-    visits = np.asarray(count_visits(problem, tiles))
-    kinds = np.asarray(schedule.interval_kinds(*problem.mask.rule(jnp.arange(256)), 32, 16, 256))
-    np.testing.assert_array_equal(visits > 0, kinds != schedule.EMPTY)
-    assert (visits[kinds == schedule.PARTIAL] == 2).all()
-    assert ((visits == 1) | (visits == 2))[kinds == schedule.FULL].all()
-    if unroll == 1:
-        assert (visits[kinds == schedule.FULL] == 1).all()
+def problem_of(rule, q_len):
+    problem = dataclasses.replace(api.prepare(**BY_NAME["full"].build()[0]).problem, q_len=q_len, kv_len=rule.kv_len)
+    return dataclasses.replace(problem, mask=problem.mask._replace(rule=rule))
+
+
+TILES = {
+    "loops": Tiles(64, 32, 320, pieces=0),
+    "unrolled": Tiles(32, 32, 320, unroll=3, pieces=0),
+    "one_piece": Tiles(64, 32, 320),
+    "pieces": Tiles(64, 32, 320, unroll=2, pieces=4),
+    "wide": Tiles(32, 160, 320, pieces=2),
+}
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("rule", [*RULES, RowRule(300, left=40, right=0), RowRule(300, left=150, right=0)], ids=str)
+def test_every_visible_score_is_visited_once_and_no_hidden_one_without_the_mask(rule, tiles):
+    got = visits(problem_of(rule, 270), tiles)[:270]
+    lo, hi = (np.asarray(x)[:, None] for x in rule(jnp.arange(270)))
+    kv = np.arange(320)
+    seen = (lo <= kv) & (kv < hi)
+    assert np.isin(got[seen], (1, 10)).all()
+    assert (got[~seen] % 10 == 0).all()
+
+
+def test_an_edge_visits_fewer_scores_than_whole_tiles():
+    """Row n of 256 sees n + 1 keys: pieces of 16 rows visit 4 of 4, 3 of 4 ... 1 of 4 parts of the square that a tile of 64 visits."""
+    problem = problem_of(RowRule(256, right=0), 256)
+    whole, pieces = (visits(problem, Tiles(64, 64, 256, pieces=n)) for n in (0, 4))
+    assert (whole > 0).sum() == 10 * 64 * 64
+    assert plan.edge(problem.mask.rule, 256, Tiles(64, 16, 256, pieces=4)) == plan.Edge((16, 32, 48, 64), alone=False)
+    assert (visits(problem, Tiles(64, 16, 256, pieces=4)) > 0).sum() == 6 * 64 * 64 + 4 * 10 * 16 * 16
+    assert (pieces > 0).sum() == 10 * 64 * 64  # 64 keys are the least that a step of this tiling takes
+
+
+def test_a_narrow_band_is_one_step_a_piece():
+    rule = RowRule(256, left=31, right=0)
+    tiles = Tiles(64, 32, 256, pieces=2)
+    assert plan.edge(rule, 256, tiles) == plan.Edge((64, 64), alone=True)
+    assert (visits(problem_of(rule, 256), tiles) == 10).sum() == 256 * 64
+    assert plan.edge(rule, 256, dataclasses.replace(tiles, resident=128)) is None
 
 
 def test_tiles_of_packed_sequences_are_skipped():
-    arguments = BY_NAME["packed"].build()[0]
-    request = api._prepare(**arguments)
+    request = api.prepare(**BY_NAME["packed"].build()[0])
     tiles = Tiles(16, 16, 80)
     kinds = plan.kinds(request.problem, tiles, request.operands)
     assert kinds.shape == (2, 1, 5, 1, 5)
-    visits = np.asarray(count_visits(request.problem, tiles, kinds[0, 0]))
-    expected = np.array([[2, 0, 0, 0, 0], [2, 2, 0, 0, 0], [0, 2, 2, 0, 0], [0, 2, 2, 2, 0], [0, 0, 0, 0, 2]])
-    assert ((visits > 0) <= (np.tri(5) > 0)).all()
-    np.testing.assert_array_equal(visits > 0, np.asarray(kinds[0, 0, :, 0]) > 0)
-    assert (visits > 0).sum() <= (expected > 0).sum() + 2
+    by_tile = visits(request.problem, tiles, kinds[0, 0]).reshape(5, 16, 5, 16).max((1, 3))
+    starts = np.searchsorted([0, 20, 21, 50, 64], np.arange(80), side="right")  # sequences of the first batch entry, and its padding
+    visible = (starts[:, None] == starts) & np.tri(80, dtype=bool)
+    visible[70:], visible[:, 70:] = False, False
+    np.testing.assert_array_equal(by_tile > 0, visible.reshape(5, 16, 5, 16).any((1, 3)))
 
 
 @pytest.mark.parametrize("name", ["lengths", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "segments", "function"))])
@@ -213,7 +243,7 @@ def run_with_race_detection():
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     arguments, dout, dlse = BY_NAME["gqa"].build()
     first = {n: arguments[n][:1, :, :heads] for n, heads in (("query", 3), ("key", 1), ("value", 1))}
-    request = api._prepare(**first, is_causal=True)
+    request = api.prepare(**first, is_causal=True)
 
     @jax.jit
     def run(operands, dout, dlse):

@@ -44,12 +44,12 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
 
     dq_ref[...] = jnp.zeros_like(dq_ref)
 
-    def step(j, masked):
-        tile = Tile(problem, tiles, refs, ids, first_tile, j, keys_first=True)
+    def step(start, width, rows, masked):
+        tile = Tile(problem, tiles, refs, ids, first_tile, start, width, rows, keys_first=True)
         q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, masked)
         dv_ref[tile.slice, :] += dot(problem, tile.drop(p), dout, NN)
         dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
-        dq_ref[...] += dot(problem, ds, k, TN)
+        dq_ref[rows, :] += dot(problem, ds, k, TN)
 
     plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)
     out["dq"][...] = (dq_ref[...] * scale if scaled else dq_ref[...]).astype(out["dq"].dtype)

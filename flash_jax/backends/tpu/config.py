@@ -1,6 +1,7 @@
 """Tiles: what a TPU generation likes, and what fits into its VMEM."""
 
 import dataclasses
+from typing import NamedTuple
 
 from flash_jax.backends.base import Device
 from flash_jax.problem import Problem
@@ -8,7 +9,7 @@ from flash_jax.schedule import num_tiles
 
 MIB = 2**20
 LANES = 128
-PIECE = 512  # rows that still make an efficient product
+NARROW = 256  # rows of a piece where few keys are visible at a time; fewer rows make no efficient product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Tiles:
     block_q, block_kv: scores of a tile.
     resident: keys in VMEM at a time.
     unroll: tiles a turn of the loop over full tiles.
-    pieces: parts of a q tile that are classified anew where the static rule makes the whole tile partial (forward only).
+    pieces: parts of a q tile, each a step of its own where a static rule cuts through the tile (`plan.Edge`); 0: none of that.
     """
 
     block_q: int
@@ -46,22 +47,30 @@ class Config:
     vmem: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Generation:
-    """VMEM of a core in bytes; (block_q, block_kv, unroll) of forward and backward."""
+class _Preferred(NamedTuple):
+    """Of forward or backward; piece: rows of a piece, see `Tiles.pieces`."""
+
+    block_q: int
+    block_kv: int
+    unroll: int
+    piece: int
+
+
+class _Generation(NamedTuple):
+    """VMEM of a core in bytes, and the tiles of both phases."""
 
     vmem: int
-    forward: tuple[int, int, int]
-    backward: tuple[int, int, int]
+    forward: _Preferred
+    backward: _Preferred
 
 
 # measured in simulated cycles: python benchmarks/tpu_static.py --tiles
 _GENERATIONS = {
-    "v4": _Generation(16 * MIB, (512, 512, 2), (512, 512, 1)),
-    "v5e": _Generation(128 * MIB, (1024, 512, 2), (1024, 512, 2)),
-    "v5p": _Generation(64 * MIB, (1024, 512, 2), (1024, 512, 1)),
-    "v6e": _Generation(128 * MIB, (2048, 1024, 1), (1024, 1024, 1)),
-    "7x": _Generation(64 * MIB, (1024, 1024, 1), (1024, 512, 1)),
+    "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
+    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 2, 256)),
+    "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
+    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024), _Preferred(1024, 1024, 1, 256)),
+    "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1, 512), _Preferred(1024, 512, 1, 256)),
 }
 _KINDS = {
     "TPU v4": "v4",
@@ -93,8 +102,8 @@ def default_config(problem: Problem, device: Device) -> Config:
     return Config(forward, _tiles(problem, generation.backward, vmem, backward=True), vmem)
 
 
-def _tiles(problem: Problem, preferred: tuple[int, int, int], vmem: int, *, backward: bool) -> Tiles:
-    block_q, block_kv, unroll = preferred
+def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool) -> Tiles:
+    block_q, block_kv, unroll, piece = preferred
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
     columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
@@ -114,6 +123,9 @@ def _tiles(problem: Problem, preferred: tuple[int, int, int], vmem: int, *, back
     a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 2 * columns * block_q + 64
     most = max(left // a_key // block_kv, 1)
     tiles = num_tiles(problem.kv_len, block_kv)
-    pieces = 1 if backward or problem.mask.hides_nothing else max(block_q // max(block_kv, PIECE), 1)
+    rule = problem.mask.rule
+    if rule is not None and rule.left is not None and rule.right is not None and rule.left + rule.right < 2 * block_q:
+        piece = NARROW
+    pieces = max(block_q // piece, 1)
     pieces = pieces if block_q % (pieces * LANES) == 0 else 1
     return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles), pieces)

@@ -34,8 +34,8 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(j, masked):
-        tile = Tile(problem, tiles, refs, ids, ids.c, j, keys_first=True)
+    def step(start, width, rows, masked):
+        tile = Tile(problem, tiles, refs, ids, ids.c, start, width, rows, keys_first=True)
         dlogits = transpose(tile_gradients(problem, tile, refs, masked)[4])
         for axis in (0, 1):
             if acc_ref.shape[axis] == 1:
@@ -52,7 +52,7 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
 def dbias(problem: Problem, config: Config, operands: Operands, arrays: Arrays) -> Array:
     """From the arrays of the backward; `[1 | batch, 1 | heads, 1 | q_len, 1 | kv_len]`."""
     assert problem.bias_shape is not None and operands.bias is not None
-    tiles = dataclasses.replace(config.backward, resident=config.backward.block_kv, unroll=1)
+    tiles = dataclasses.replace(config.backward, resident=config.backward.block_kv, unroll=1, pieces=0)
     num_kv = schedule.num_tiles(problem.kv_len, tiles.block_kv)
     sizes = (problem.batch, problem.num_heads, arrays.query.shape[2] // tiles.block_q, num_kv)
     shared = tuple(axis for axis in range(4) if arrays.bias.shape[axis] == 1)

@@ -46,7 +46,7 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
 
     unit = _unit(problem)
 
-    def wide(row, width=tiles.block_kv):
+    def wide(row, width):
         return jnp.tile(row, (1, schedule.num_tiles(width, lanes)))[:, :width]
 
     @pl.when(ids.c == 0)
@@ -55,20 +55,20 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(j, masked, rows=slice(0, tiles.block_q)):
-        tile = Tile(problem, tiles, refs, ids, first_tile, j, keys_first=False, rows=rows)
+    def step(start, width, rows, masked):
+        tile = Tile(problem, tiles, refs, ids, first_tile, start, width, rows, keys_first=False)
         visible = tile.visible(masked)
         qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
         if unit is None:
             s, _ = tile.logits(qk)
             s = s if visible is None else jnp.where(visible, s, -jnp.inf)
             m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
-            p = softmax.probs(s, pivot, wide)
+            p = softmax.probs(s, pivot, lambda row: wide(row, width))
         else:
             qk = qk if visible is None else jnp.where(visible, qk, -jnp.inf)
             m = jnp.maximum(m_ref[rows, :], qk.max(1, keepdims=True))
             alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
-            p = jnp.exp2((qk - wide(m)) * unit)
+            p = jnp.exp2((qk - wide(m, width)) * unit)
         m_ref[rows, :] = m
         l_ref[rows, :] = l_ref[rows, :] * alpha + _by_lane(p, lanes)
         v = tile.clean(refs.value[tile.slice, :], visible, of_keys=True)

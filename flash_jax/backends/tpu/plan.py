@@ -1,8 +1,8 @@
 """Which key tiles a q tile visits: from the static rule by arithmetic in the kernel, else from a table of kinds in SMEM."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,13 @@ def is_static(problem: Problem) -> bool:
 
 def ranges(problem: Problem, tiles: Tiles, i) -> schedule.Ranges:
     """`schedule.interval_ranges` of q tile `i` from the rule at the tile's first and last row: bounds never decrease."""
-    rule = problem.mask.rule
-    assert rule is not None
+    assert problem.mask.rule is not None
+    return _ranges(problem.mask.rule, problem.q_len, tiles, i)
+
+
+def _ranges(rule: visibility.RowRule, q_len: int, tiles: Tiles, i) -> schedule.Ranges:
     first = jnp.asarray(i, jnp.int32) * tiles.block_q
-    last = jnp.minimum(first + tiles.block_q, problem.q_len) - 1
+    last = jnp.minimum(first + tiles.block_q, q_len) - 1
     (lo_min, hi_min), (lo_max, hi_max) = rule(first), rule(last)
     up = lambda x: divide(x + (tiles.block_kv - 1), tiles.block_kv)
     seen = lo_min < hi_max
@@ -46,14 +49,53 @@ def ranges(problem: Problem, tiles: Tiles, i) -> schedule.Ranges:
 
 
 @functools.cache
+def _bounds(rule: visibility.RowRule, q_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rule's bounds of all rows, before tracing."""
+    with jax.ensure_compile_time_eval():
+        lo, hi = rule(jnp.arange(q_len, dtype=jnp.int32))
+    return np.asarray(lo), np.asarray(hi)
+
+
+@functools.cache
 def unseen(rule: visibility.RowRule, q_len: int) -> tuple[bool, bool]:
     """Whether the rule leaves a row without keys, and a key without rows: what padding may hold then has to be cleaned."""
-    with jax.ensure_compile_time_eval():
-        lo, hi = (np.asarray(x) for x in rule(jnp.arange(q_len, dtype=jnp.int32)))
+    lo, hi = _bounds(rule, q_len)
     rows = np.zeros(rule.kv_len + 1, int)  # that see each key, as differences
     np.add.at(rows, lo, 1)
     np.subtract.at(rows, hi, 1)
     return bool((lo >= hi).any()), bool((rows.cumsum()[:-1] == 0).any())
+
+
+class Edge(NamedTuple):
+    """Where the mask cuts through a q tile, as steps of static shape, one a piece of its rows, one after another without a branch.
+
+    widths: keys of each step, 0 for none. They start where the full tiles of the q tile end; or, where `alone`, at the first key that
+    the piece sees, and then there is nothing else to visit.
+    """
+
+    widths: tuple[int, ...]
+    alone: bool
+
+
+@functools.cache
+def edge(rule: visibility.RowRule, q_len: int, tiles: Tiles) -> Edge | None:
+    """The same steps have to serve every q tile and stay within the resident keys, which must be all; else None."""
+    if not tiles.pieces or rule.kv_len > tiles.resident:
+        return None
+    lo, hi = _bounds(rule, q_len)
+    with jax.ensure_compile_time_eval():
+        r = schedule.Ranges(*(np.asarray(x) for x in _ranges(rule, q_len, tiles, jnp.arange(schedule.num_tiles(q_len, tiles.block_q)))))
+    size = tiles.block_q // tiles.pieces
+    first = np.minimum(np.arange(r.end.size * tiles.pieces) * size, q_len - 1).reshape(-1, tiles.pieces)
+    last = np.minimum(first + size, q_len) - 1
+    up = lambda x: tuple(int(-(-max(n, 0) // tiles.lanes) * tiles.lanes) for n in x.max(0))
+    after, start = up(hi[last] - r.full_end[:, None] * tiles.block_kv), lo[first] // tiles.lanes * tiles.lanes
+    alone = up(np.where(hi[last] > lo[first], hi[last] - start, 0))
+    others = int((r.full_end - r.begin).sum()) * tiles.block_kv * tiles.block_q // r.end.size
+    if max(alone) * size <= tiles.block_q * tiles.block_kv and size * sum(alone) <= others + size * sum(after):
+        return Edge(alone, alone=True)
+    fits = (r.full_end * tiles.block_kv).max() + max(after) <= tiles.resident and max(after) <= tiles.block_q + tiles.block_kv
+    return Edge(after, alone=False) if fits else None
 
 
 def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:
@@ -71,53 +113,49 @@ def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:
 
 
 def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Callable) -> None:
-    """`step(j, masked)` for each visited tile `j`, counted from `first_tile`, the first resident one.
+    """`step(start, width, rows, masked)` for everything that the q tile visits: keys from `start`, counted from the first resident one."""
+    resident, all_rows = tiles.tiles_resident, slice(0, tiles.block_q)
 
-    With `tiles.pieces` the partial tiles of a static rule come as `step(j, masked, rows)`, piece by piece.
-    """
-    resident = tiles.tiles_resident
+    def tile(j, masked):
+        step(j * tiles.block_kv, tiles.block_kv, all_rows, masked)
+
     if kinds_ref is not None:
 
         def by_kind(j, _):
             kind = kinds_ref[0, first_tile + j]
-            pl.when(kind == schedule.PARTIAL)(lambda: step(j, True))
-            pl.when(kind == schedule.FULL)(lambda: step(j, False))
+            pl.when(kind == schedule.PARTIAL)(lambda: tile(j, True))
+            pl.when(kind == schedule.FULL)(lambda: tile(j, False))
 
         lax.fori_loop(jnp.int32(0), jnp.int32(resident), by_kind, None)
         return
 
-    masked = _by_piece(problem, tiles, ids, first_tile, step)
+    masked, full = functools.partial(tile, masked=True), functools.partial(tile, masked=False)
     rule = problem.mask.rule
     if rule.is_trivial and problem.kv_len % tiles.resident == 0:
-        _unrolled(jnp.int32(0), resident // tiles.unroll, tiles.unroll, lambda j: step(j, False))
+        _unrolled(jnp.int32(0), resident // tiles.unroll, tiles.unroll, full)
         if resident % tiles.unroll:
-            _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), masked)
+            _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), full)
         return
+    at_edge = edge(rule, problem.q_len, tiles)
     r = schedule.Ranges(*(jnp.clip(x - first_tile, 0, resident) for x in ranges(problem, tiles, ids.i)))
-    if rule.left is not None or rule.chunk is not None:
-        _loop(r.begin, r.full_begin, masked)
-    times = divide(r.full_end - r.full_begin, tiles.unroll)
-    _unrolled(r.full_begin, times, tiles.unroll, lambda j: step(j, False))
-    _loop(r.full_begin + times * tiles.unroll, r.end, masked)  # also what the unrolled loop leaves over
-
-
-def _by_piece(problem: Problem, tiles: Tiles, ids, first_tile, step: Callable) -> Callable:
-    """A partial tile: each piece of its rows is skipped, or stepped onto with or without the mask, by its own ranges."""
-    if tiles.pieces == 1:
-        return lambda j: step(j, True)
+    if at_edge is None or not at_edge.alone:
+        if rule.left is not None or rule.chunk is not None:
+            _loop(r.begin, r.full_begin, masked)
+        times = divide(r.full_end - r.full_begin, tiles.unroll)
+        _unrolled(r.full_begin, times, tiles.unroll, full)
+        if tiles.unroll > 1:
+            _loop(r.full_begin + times * tiles.unroll, r.full_end, full)
+    if at_edge is None:
+        _loop(r.full_end, r.end, masked)
+        return
     size = tiles.block_q // tiles.pieces
-    finer = dataclasses.replace(tiles, block_q=size)
-
-    def body(j):
-        for n in range(tiles.pieces):
-            r, rows = ranges(problem, finer, ids.i * tiles.pieces + n), slice(n * size, (n + 1) * size)
-            tile = first_tile + j
-            full = (r.full_begin <= tile) & (tile < r.full_end)
-            partial = (r.begin <= tile) & (tile < r.end) & ~full
-            pl.when(full)(functools.partial(step, j, False, rows))
-            pl.when(partial)(functools.partial(step, j, True, rows))
-
-    return body
+    for n, width in enumerate(at_edge.widths):
+        start = r.full_end * tiles.block_kv
+        if at_edge.alone:
+            lo, _ = rule(jnp.minimum(jnp.asarray(ids.i, jnp.int32) * tiles.block_q + n * size, problem.q_len - 1))
+            start = jnp.minimum(divide(lo, tiles.lanes) * tiles.lanes, tiles.resident - width)
+        if width:
+            step(start, width, slice(n * size, (n + 1) * size), True)
 
 
 def _loop(begin, end, body) -> None:

@@ -41,19 +41,18 @@ def transpose(x: Array) -> Array:
 
 
 class Tile:
-    """The tile at key `start` of the resident ones.
+    """Keys `start` to `start + width` of the resident ones against some rows of the q tile.
 
-    keys_first: the tile is `[block_kv, block_q]`, else `[block_q, block_kv]`. A number a row or a number a key broadcasts against it.
+    keys_first: the tile is `[width, rows]`, else `[rows, width]`. A number a row or a number a key broadcasts against it.
     """
 
     def __init__(
-        self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, j, *, keys_first: bool, rows: slice | None = None
+        self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, start, width: int, rows: slice, *, keys_first: bool
     ):
         self.problem, self.tiles, self.refs, self.ids, self.keys_first = problem, tiles, refs, ids, keys_first
-        self.rows = rows or slice(0, tiles.block_q)  # of the q tile
-        self.start = pl.multiple_of(j * tiles.block_kv, tiles.block_kv)
-        self.first_key = (first_tile + j) * tiles.block_kv
-        self.slice = pl.ds(self.start, tiles.block_kv)
+        self.rows, self.num_keys = rows, width
+        self.first_key = first_tile * tiles.block_kv + start
+        self.slice = pl.ds(pl.multiple_of(start, tiles.lanes), width)
 
     @property
     def num_rows(self) -> int:
@@ -68,20 +67,20 @@ class Tile:
         return across(x) if self.keys_first else x
 
     def _both(self, ref) -> Array:
-        """Of `[1 | block_q, 1 | resident]`, widened to 32 bits."""
+        """Of an array `[1 | block_q, 1 | resident]`, widened to 32 bits."""
         rows = slice(None) if ref.shape[0] == 1 else self.rows
         x = ref[rows, :] if ref.shape[1] == 1 else ref[rows, self.slice]
         x = x.astype(jnp.float32)
         return transpose(x) if self.keys_first else x
 
     def _iota(self, of_keys: bool) -> Array:
-        n = self.tiles.block_kv if of_keys else self.num_rows
+        n = self.num_keys if of_keys else self.num_rows
         axis = 0 if of_keys == self.keys_first else 1
         return lax.broadcasted_iota(jnp.int32, (n, 1) if axis == 0 else (1, n), axis)
 
     @functools.cached_property
     def shape(self) -> tuple[int, int]:
-        shape = (self.num_rows, self.tiles.block_kv)
+        shape = (self.num_rows, self.num_keys)
         return shape[::-1] if self.keys_first else shape
 
     @functools.cached_property
@@ -184,7 +183,7 @@ class Tile:
     def clean(self, x: Array, visible: Array | None, *, of_keys: bool) -> Array:
         """Zero the keys that no row of the tile sees, or the rows that see no key: what padding holds must not meet 0 * NaN.
 
-        `x` is `[block_kv | block_q, dim]`.
+        `x` is `[width | rows, dim]`.
         """
         if visible is None or not self._hides(of_keys):
             return x
