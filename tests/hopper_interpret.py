@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from jax._src.state.types import AbstractRef
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper import launch, pipeline, turns
+from flash_jax.backends.hopper import clean, launch, pipeline, turns
 
 (_Interpreter,) = (c for c in vars(jaxpr_interpret).values() if inspect.isclass(c) and hasattr(c, "_interpret_wgmma_ref_p"))
 _adding = threading.Lock()
@@ -176,6 +176,26 @@ def _except_turns(check):
     return run
 
 
+def _mark_columns(p, marks):
+    used = (p != 0).any(0).reshape(-1, 4, 2)  # group of eight columns, lane mod 4, element
+    bits = jnp.int32(1) << (2 * jnp.arange(used.shape[0])[:, None] + jnp.arange(2))
+    words = jnp.where(used, bits[:, None, :], 0).sum((0, 2), dtype=jnp.int32)
+    marks[...] = jnp.zeros((4, 4), jnp.int32).at[0].set(words)
+
+
+def _clear_rows(marks, v, swizzle, share, shares):
+    words = lax.reduce_or(marks[...], (0, 1))
+    row = jnp.arange(v.shape[0])
+    used = (words[row % 8 // 2] >> (2 * (row // 8) + row % 2)) & 1
+    piece = swizzle // v.dtype.itemsize
+    for n in range(v.shape[1] // piece):
+        part = v.at[:, pl.ds(n * piece, piece)]
+
+        @pl.when(share == n % shares)
+        def _(part=part):
+            part[...] = jnp.where(used[:, None] != 0, part[...], 0)
+
+
 @contextlib.contextmanager
 def interpreted(multiprocessors: int = 3):
     """Kernels called inside run in the interpreter; at the end, fails if there was a race."""
@@ -184,6 +204,8 @@ def interpreted(multiprocessors: int = 3):
         (_Interpreter, "interpret", _interpret_with_stores()),
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
+        (clean, "mark_columns", _mark_columns),
+        (clean, "clear_rows", _clear_rows),
         (pipeline, "start_product", _start_product),
         (pipeline, "finish_product", lambda product, in_flight: product),
         (pipeline, "await_turn", lambda warpgroup: None),

@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
+import itertools
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from cases import BY_NAME
+from cases import BY_NAME, Case
 from hopper_interpret import interpreted
 from oracle import of_case
 from tolerance import assert_as_exact_as_unfused
 
-from flash_jax import api
+from flash_jax import api, reference
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import work
+from flash_jax.backends.hopper import host, work
 from flash_jax.problem import DIFFERENTIABLE
 
 H200 = Device("gpu", "NVIDIA H200")
@@ -47,7 +49,7 @@ def in_bfloat16(name):
 @pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_interpreted(name):
     arguments, dout, dlse, unfused, expected = of_case(in_bfloat16(name))
-    request = api._prepare(**arguments)
+    request = api.prepare(**arguments)
     problem, operands = request.problem, request.operands
     assert hopper.BACKEND.why_not(problem, H200) is None
     wanted = tuple(n for n in DIFFERENTIABLE if getattr(operands, n) is not None)
@@ -75,25 +77,120 @@ def test_work_is_dealt_once_and_evenly():
     assert max(load) <= 1.05 * sum(load) / 7
 
 
-def test_work_is_dealt_by_data_once_and_evenly():
-    steps = np.random.default_rng(0).integers(1, 40, (2, 3, 17))
-    b, head, q_tile = (np.asarray(x) for x in work.deal_by_data(jax.numpy.asarray(steps), 5))
-    used = b >= 0
-    tiles = sorted(zip(b[used].tolist(), head[used].tolist(), q_tile[used].tolist(), strict=True))
-    assert tiles == [(i, j, k) for i in range(2) for j in range(3) for k in range(17)]
-    assert all((row[: row.sum()]).all() for row in used), "a list has no holes"
-    load = [steps[b[n][used[n]], head[n][used[n]], q_tile[n][used[n]]].sum() for n in range(5)]
-    assert max(load) <= 1.1 * steps.sum() / 5
+@pytest.mark.parametrize("shared", [(2, 3), (2, 1), (1, 3), (1, 1)], ids=str)
+def test_work_is_dealt_by_data_once_and_evenly(shared):
+    steps = np.random.default_rng(0).integers(1, 40, (*shared, 17))
+    b, head, q_tile, counts = (np.asarray(x) for x in work.deal_by_data(jax.numpy.asarray(steps), 2, 3, 5))
+    lists = [list(zip(*(x[n, : counts[n]].tolist() for x in (b, head, q_tile)), strict=True)) for n in range(5)]
+    assert sorted(itertools.chain(*lists)) == [(i, j, k) for i in range(2) for j in range(3) for k in range(17)]
+    by_tile = np.broadcast_to(steps, (2, 3, 17))
+    load = [sum(by_tile[tile] for tile in tiles) for tiles in lists]
+    assert max(load) <= 1.1 * by_tile.sum() / 5
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("tiles", [1, 8, 131, 132, 133, 256, 5000])
+def test_splits_keep_the_card_busy_and_no_part_empty(tiles, steps):
+    parts = work.splits(tiles, steps, 132)
+    length = -(-steps // parts)
+    assert (parts - 1) * length < steps <= parts * length
+    assert -(-tiles * parts // 132) * length <= -(-tiles // 132) * steps
+    assert parts == 1 or tiles < 132 * 2
+
+
+def segments_without_rows():
+    """Three keys of each batch entry are seen by no row: labels that no row has, past the length, before every row."""
+    ids = jax.numpy.array([[0] * 30 + [2] * 40, [1] * 70])
+    unseen = ids.at[:, 33:36].set(1).at[1].set(7)
+    return {"q_segment_ids": ids, "kv_segment_ids": unseen, "key_value_seq_lengths": jax.numpy.array([69, 70])}
+
+
+POISONED = {
+    "lengths": {"is_causal": True, "key_value_seq_lengths": jax.numpy.array([13, 0])},
+    "offset": {"is_causal": True, "q_offset": -9},
+    "labels": segments_without_rows(),
+    "keys": {"mask": jax.numpy.arange(70)[None, None, None] % 5 > 0},
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["labels", *(pytest.param(name, marks=pytest.mark.slow) for name in POISONED if name != "labels")])
+def test_what_stands_in_unseen_keys_reaches_nothing(name):
+    random = np.random.default_rng(0)
+    arrays = [jax.numpy.asarray(random.standard_normal((2, 70, 2, 64)), "bfloat16") for _ in range(3)]
+    request = api.prepare(*arrays, **POISONED[name])
+    seen = np.asarray(reference.visible_scores(request.problem, request.operands)).any((1, 2))
+    assert not seen.all()
+    config = hopper.BACKEND.default_config(request.problem, H200)
+
+    @jax.jit
+    def run(operands):
+        return hopper.BACKEND.forward(request.problem, config, operands)
+
+    with interpreted():
+        spoil = lambda x: jax.numpy.where(seen[:, :, None, None], x, jax.numpy.nan)
+        expected = run(request.operands)
+        got = run(request.operands._replace(key=spoil(arrays[1]), value=spoil(arrays[2])))
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        assert all(np.isfinite(x.astype(np.float32)).all() for x in expected[:1])
+
+
+@pytest.mark.parametrize("name", ["full", "window_past_the_keys", "both_lengths_causal", "packed", "scattered_labels", "causal_fewer_rows"])
+@pytest.mark.parametrize("block_kv", [8, 64])
+def test_tiles_that_are_not_marked_hold_seen_keys_only(name, block_kv):
+    request = api.prepare(**BY_NAME[name].build()[0])
+    problem = request.problem
+    seen = np.asarray(reference.visible_scores(problem, request.operands)).any((1, 2))
+    marked = host.unseen_tiles(problem, request.operands, block_kv)
+    tiles = np.pad(~seen, [(0, 0), (0, -problem.kv_len % block_kv)]).reshape(len(seen), -1, block_kv).any(-1)
+    marked = np.zeros_like(tiles) if marked is None else np.broadcast_to(np.asarray(marked) != 0, tiles.shape)
+    assert not (tiles & ~marked).any()
+    if name != "scattered_labels":
+        np.testing.assert_array_equal(marked, tiles)
+
+
+DECODING = {"q_len": 1, "kv_len": 1100, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+SHORT_QUERIES = {
+    "one row, keys split": Case("decode", lambda *_: {"is_causal": True, "q_offset": 1090}, **DECODING),
+    "lengths, one of them 0": Case("decode", lambda *_: {"key_value_seq_lengths": jax.numpy.array([540, 0])}, **DECODING),
+    "rows of a group": Case(
+        "rows",
+        lambda _, r: {
+            "bias": jax.numpy.asarray(r.standard_normal((1, 8, 1, 1100), np.float32)),
+            "mask": jax.numpy.asarray(r.random((2, 1, 5, 1100)) < 0.7),
+            "local_window_size": (200, None),
+            "q_offset": jax.numpy.array([1050, 1097]),
+            "dropout_rate": 0.2,
+            "dropout_key": jax.random.key(1),
+        },
+        **DECODING | {"q_len": 5},
+    ),
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["rows of a group", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SHORT_QUERIES)[:2])])
+def test_short_queries(name):
+    arguments, _, _, unfused, expected = of_case(SHORT_QUERIES[name])
+    request = api.prepare(**arguments)
+    config = hopper.BACKEND.default_config(request.problem, H200)
+    assert config.warpgroups == 1
+    with interpreted(multiprocessors=16), mock.patch.object(work, "splits", wraps=work.splits) as splits:
+        out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, config, request.operands))()
+    assert splits.call_args.args[0] == 4, "a batch entry and key head is one tile"
+    assert work.splits(*splits.call_args.args) > 1
+    for part, x, dtype in (("out", out, request.problem.dtype), ("lse", lse, np.float32)):
+        assert_as_exact_as_unfused(part, np.asarray(x.astype(np.float32)), unfused[part], expected[part], dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lowers_for_a_gpu(head_dim):
     x = jax.ShapeDtypeStruct((1, 300, 4, head_dim), "bfloat16")
-    problem = api._prepare(*(np.zeros(x.shape, x.dtype) for _ in range(3)), is_causal=True).problem
+    problem = api.prepare(*(np.zeros(x.shape, x.dtype) for _ in range(3)), is_causal=True).problem
     config = hopper.BACKEND.default_config(problem, H200)
 
     def run(q, k, v):
-        operands = api._prepare(q, k, v, is_causal=True).operands
+        operands = api.prepare(q, k, v, is_causal=True).operands
         out, lse = hopper.BACKEND.forward(problem, config, operands)
         return hopper.BACKEND.backward(problem, config, operands, out, lse, out, lse, ("query", "key", "value"))
 
@@ -103,7 +200,7 @@ def test_lowers_for_a_gpu(head_dim):
 
 def test_declines_name_what_came():
     def case(dtype=np.float16, **options):
-        return api._prepare(*(np.zeros((1, 8, 1, 64), dtype) for _ in range(3)), **options).problem
+        return api.prepare(*(np.zeros((1, 8, 1, 64), dtype) for _ in range(3)), **options).problem
 
     reasons = {
         "must be bfloat16 or float16, got float32": case(dtype=np.float32),

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout, softmax
-from flash_jax.backends.hopper import pipeline
+from flash_jax.backends.hopper import clean, pipeline
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, swizzled
 from flash_jax.logits import logits, tanh_by_exp2
 from flash_jax.problem import Problem
@@ -36,7 +36,7 @@ _PARTIAL_SUM_COLUMNS = 8
 class Config:
     """Tiles and registers of the forward.
 
-    warpgroups: compute warpgroups, 64 query rows each. block_kv: keys of a tile. stages: tiles of K and of V in flight.
+    warpgroups: 1 to 3 that compute, 64 query rows each. block_kv: keys of a tile. stages: tiles of K and of V in flight.
     take_turns: order the warpgroups' products. separate_out: out leaves through its own shared memory, not the query's.
     v_swizzle: bytes, by what divides block_kv.
     """
@@ -55,7 +55,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a compute warpgroup's and of the copying warp's threads."""
-        compute, copy = (240, 24) if self.warpgroups == 2 else (160, 32)
+        compute, copy = (160, 32) if self.warpgroups == 3 else (240, 24)
         assert compute * self.warpgroups + copy <= pipeline.MAX_REGISTERS
         return compute, copy
 
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     """Operands of the kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
 
     query, key, value: `[batch, len, heads, head_dim]`, head_dim padded to the kernel's.
-    table: int32 `[multiprocessors, longest, 8]`, see `TILE`; counts: int32 `[multiprocessors]`, its tiles.
+    table: int32 `[multiprocessors, longest, 10]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
     scale: float32 `[1 | batch]`.
     lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
     kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
@@ -93,28 +93,37 @@ class Inputs(NamedTuple):
 class Tile(NamedTuple):
     """An entry of the table.
 
-    b, head, q_tile: which rows. steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
-    last: the key tile of step 0; steps go down from there, unless `Inputs.lists` has them.
+    b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
+    steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
+    first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
     full_begin, full_end: steps that need no mask.
-    visible: 0 where no row sees any key.
+    visible: 0 where no row sees any key. unseen: 0 where every key of the key tiles is seen by a row of its batch entry.
     """
 
     b: Any
     head: Any
     q_tile: Any
+    out: Any
     steps: Any
-    last: Any
+    first: Any
     full_begin: Any
     full_end: Any
     visible: Any
+    unseen: Any
 
 
 class Masked(NamedTuple):
-    """Static facts about the steps: is there a mask, are there masked steps between the first and the full ones, and after them."""
+    """Static facts about the steps: is there a mask, are there masked steps between the first and the full ones, and after them.
+
+    blank: may a tile of rows be one that sees nothing though its mask does not hide it (`Tile.visible`).
+    clears: may V hold something in keys that no row sees (`Tile.unseen`).
+    """
 
     any: bool
     before: bool
     after: bool
+    blank: bool
+    clears: bool
 
 
 def _shared(ref, axis: int, index):
@@ -162,7 +171,7 @@ class _Rows:
             return self.column(self._load(ref.at[self._rows(), 0], ROWS))
         return self._load(ref.at[self._rows(), keys], WGMMA)
 
-    def logits(self, qk, kv_tile, masked: bool, first: bool):
+    def logits(self, qk, kv_tile, masked: bool, blank: bool = False):
         """Raw products, or base-2 logits where more than a scale is applied; -inf where masked."""
         kv_start = kv_tile * self.config.block_kv
         s = qk
@@ -180,7 +189,7 @@ class _Rows:
             s = jnp.where(self.column(self.q_labels) == self._beside_keys(labels), s, -jnp.inf)
         for ref in self.g.dense:
             s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
-        if first and self.g.lists is not None:  # a tile of rows that sees nothing still takes one step
+        if blank:  # a tile of rows that sees nothing still takes one step
             s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
         return s
 
@@ -216,17 +225,22 @@ class _Rows:
         return p.astype(self.problem.dtype)
 
 
-def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked) -> tuple[jax.Array, jax.Array]:
-    """out `[batch, q_len, num_heads, v_head_dim]` and lse, float32 `[batch, num_heads, q_pad]`, head_dim and rows padded."""
+def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked, parts: int) -> tuple[jax.Array, jax.Array]:
+    """out `[batch, q_len, num_heads, v_head_dim]` and lse, float32 `[batch, num_heads, q_pad]`, head_dim and rows padded.
+
+    parts: into how many the keys of each row are split. More than one: float32, `[parts * batch, ...]`, to be merged.
+    """
     batch, q_len, num_heads, head_dim = inputs.query.shape
     v_head_dim, dtype, group = inputs.value.shape[-1], inputs.query.dtype, problem.group
+    out_dtype = dtype if parts == 1 else jnp.dtype(jnp.float32)
     block_kv, stages, num_compute = config.block_kv, config.stages, config.warpgroups
     q_pad = -(-problem.q_len // config.block_q) * config.block_q
-    assert config.separate_out or head_dim == v_head_dim
+    clears = masked.clears
+    assert config.separate_out or (head_dim == v_head_dim and parts == 1)
     leaves, tree = jax.tree.flatten(inputs)
     num_multiprocessors = inputs.table.shape[0]
 
-    def body(*refs, q_s, k_s, v_s, out_s, lse_s, q_full, q_empty, k_full, v_full, k_empty, v_empty):
+    def body(*refs, q_s, k_s, v_s, out_s, lse_s, marks_s, q_full, q_empty, k_full, v_full, k_empty, v_empty, all_here):
         *input_refs, out_g, lse_g = refs
         g: Inputs = jax.tree.unflatten(tree, input_refs)
         out_s = q_s if out_s is None else out_s
@@ -240,8 +254,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
         def kv_tile_of(tile: Tile, step):
             if g.lists is None:
-                return tile.last - step
-            return g.lists[_shared(g.lists, 0, tile.b), _shared(g.lists, 1, tile.head), tile.q_tile, step]
+                return tile.first - step
+            return g.lists[_shared(g.lists, 0, tile.b), _shared(g.lists, 1, tile.head), tile.q_tile, tile.first + step]
 
         def slot_of(count):
             return lax.rem(count, jnp.int32(stages))
@@ -280,14 +294,35 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 pipeline.pass_turn(lax.rem(wg + 1, jnp.int32(num_compute)))
                 return result
 
+            def meet():
+                """What each warpgroup wrote to shared memory is there for the products of all."""
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(all_here)
+                plgpu.barrier_wait(all_here)
+
             def one_tile(n, tile, count):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
                 rows = _Rows(problem, config, g, tile, q_start)
 
                 def attend(acc_ref):
                     def second_product(p16, slot):
-                        plgpu.barrier_wait(v_full.at[slot])
+                        if not clears:
+                            plgpu.barrier_wait(v_full.at[slot])
                         plgpu.wgmma(acc_ref, p16, v_s.at[slot])
+
+                    def clear(p16, slot, is_masked):
+                        """V is there, and what it holds in keys whose weights are all 0 is not, for the product to come."""
+                        if not clears:
+                            return
+                        plgpu.barrier_wait(v_full.at[slot])
+                        if is_masked:
+                            pl.when(tile.unseen != 0)(lambda: clear_columns(p16, slot))
+
+                    def clear_columns(p16, slot):
+                        clean.mark_columns(p16, marks_s.at[wg])
+                        meet()
+                        clean.clear_rows(marks_s, v_s.at[slot], config.v_swizzle, wg, num_compute)
+                        meet()
 
                     def first_step():
                         slot = slot_of(count)
@@ -296,8 +331,10 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
                         kv_tile = kv_tile_of(tile, 0)
-                        p, state, _ = rows.softmax(rows.logits(qk, kv_tile, masked.any, True), None, masked.any)
-                        return (*state, rows.weights(p, kv_tile))
+                        p, state, _ = rows.softmax(rows.logits(qk, kv_tile, masked.any, masked.blank), None, masked.any)
+                        p16 = rows.weights(p, kv_tile)
+                        clear(p16, slot, masked.any)
+                        return (*state, p16)
 
                     def step(j, carry, is_masked):
                         *state, p16 = carry
@@ -312,11 +349,12 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        p, state, alpha = rows.softmax(rows.logits(qk, kv_tile, is_masked, False), state, is_masked)
+                        p, state, alpha = rows.softmax(rows.logits(qk, kv_tile, is_masked), state, is_masked)
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[v_slot])
                         p16 = rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
                         acc_ref[...] = acc * rows.column(alpha, v_head_dim)
+                        clear(p16, slot, is_masked)
                         return (*state, p16)
 
                     def steps(lower, upper, is_masked, carry):
@@ -340,11 +378,11 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                 out, lse = pl.run_scoped(attend, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_s[wg] = out.astype(dtype)
+                out_s[wg] = out.astype(out_dtype)
                 lse_s[wg] = lse
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_s.at[wg], out_g.at[tile.b, pl.ds(q_start, WARPGROUP_ROWS), tile.head])
-                plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[tile.b, tile.head, pl.ds(q_start, WARPGROUP_ROWS)])
+                plgpu.copy_smem_to_gmem(out_s.at[wg], out_g.at[tile.out, pl.ds(q_start, WARPGROUP_ROWS), tile.head])
+                plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[tile.out, tile.head, pl.ds(q_start, WARPGROUP_ROWS)])
                 if not config.separate_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(q_empty.at[wg])
@@ -374,20 +412,22 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "q_s": swizzled((num_compute, WARPGROUP_ROWS, head_dim), dtype),
         "k_s": swizzled((stages, block_kv, head_dim), dtype),
         "v_s": swizzled((stages, block_kv, v_head_dim), dtype, config.v_swizzle),
-        "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), dtype) if config.separate_out else None,
+        "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
+        "marks_s": plgpu.SMEM((num_compute, clean.WARPS, 4), jnp.int32) if clears else None,
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),
         "v_full": plgpu.Barrier(num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
+        "all_here": plgpu.Barrier(num_arrivals=num_compute) if clears else None,
     }
     kernel = plgpu.kernel(
-        lambda *refs, **scratch_refs: body(*refs, **({"out_s": None} | scratch_refs)),
+        lambda *refs, **scratch_refs: body(*refs, **(dict.fromkeys(scratch) | scratch_refs)),
         out_type=[
-            jax.ShapeDtypeStruct((batch, q_len, num_heads, v_head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, num_heads, q_pad), jnp.float32),
+            jax.ShapeDtypeStruct((parts * batch, q_len, num_heads, v_head_dim), out_dtype),
+            jax.ShapeDtypeStruct((parts * batch, num_heads, q_pad), jnp.float32),
         ],
         grid=(num_multiprocessors,),
         grid_names=("multiprocessor",),

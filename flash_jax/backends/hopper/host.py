@@ -1,5 +1,7 @@
 """Host-side preparation that forward and backward share: padding, bounds known before tracing, keys that somebody sees, tile kinds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,36 +38,88 @@ def transposed_bounds(problem: Problem, operands: Operands, length: int):
         return q_lo, q_hi
     keys = jnp.arange(length, dtype=jnp.int32)
     kv_lo, kv_hi = row_bounds(problem.mask, operands.mask, problem.q_len)
-    count = lambda bound: (bound[:, :, None] <= keys).sum(1, dtype=jnp.int32)
-    return count(kv_hi), count(kv_lo)
+    rows_up_to = jax.vmap(lambda bound: jnp.searchsorted(bound, keys, side="right", method="scan_unrolled").astype(jnp.int32))
+    return rows_up_to(kv_hi), rows_up_to(kv_lo)
+
+
+def _seen_by_bounds(problem: Problem, operands: Operands):
+    """Booleans `[1 | batch, kv_len]`: keys in the interval of some row; those of successive rows leave no gap. NumPy if known now."""
+    static = static_bounds(problem)
+    numpy, (lo, hi) = (jnp, row_bounds(problem.mask, operands.mask, problem.q_len)) if static is None else (np, static)
+    first = numpy.where(lo < hi, lo, problem.kv_len).min(1, keepdims=True)
+    last = numpy.where(lo < hi, hi, 0).max(1, keepdims=True)
+    keys = np.arange(problem.kv_len, dtype=np.int32)
+    return (first <= keys) & (keys < last)
 
 
 def seen_keys(problem: Problem, operands: Operands) -> Array | None:
     """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them."""
     mask, terms = operands.mask, []
-    q_lo, q_hi = transposed_bounds(problem, operands, problem.kv_len)
-    if problem.mask.rule is None or not bool((q_lo < q_hi).all()):
-        terms.append(jnp.asarray(q_lo < q_hi))
+    seen = _seen_by_bounds(problem, operands)
+    if not isinstance(seen, np.ndarray) or not seen.all():
+        terms.append(jnp.asarray(seen))
     if mask.q_labels is not None:
         terms.append((mask.kv_labels[:, :, None] == mask.q_labels[:, None, :]).any(-1))
     for dense in mask.dense:
         terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
     for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
-    seen = None
-    for term in terms:
-        seen = term if seen is None else seen & term
-    return seen
+    return functools.reduce(jnp.logical_and, terms) if terms else None
+
+
+def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndarray | Array | None:
+    """int32 `[1 | batch, num_kv_tiles]`: 0 where a query certainly sees each key of the tile; None where that is so in every tile.
+
+    With labels a key has one row that may prove it: that of its own number, or the last of its label if labels are sorted. So this
+    takes O(kv_len log q_len), and a tile may be marked for nothing.
+    """
+    mask, num_tiles = operands.mask, schedule.num_tiles(problem.kv_len, block_kv)
+    if mask.dense or mask.blocks or mask.functions:
+        return np.ones((1, num_tiles), np.int32)
+    if mask.q_labels is not None:
+        seen = _seen_by_own_row(problem, operands)
+    else:
+        seen = _seen_by_bounds(problem, operands)
+        if isinstance(seen, np.ndarray) and seen.all():
+            return None
+    numpy = np if isinstance(seen, np.ndarray) else jnp
+    seen = numpy.pad(seen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)], constant_values=True)
+    return (~seen.reshape(-1, num_tiles, block_kv).all(-1)).astype(np.int32)
+
+
+def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:
+    mask, keys = operands.mask, np.arange(problem.kv_len, dtype=np.int32)
+    bounds = static_bounds(problem) or (mask.kv_lo, mask.kv_hi)
+
+    def one(q_labels, kv_labels, kv_lo, kv_hi):
+        if problem.q_len == problem.kv_len:
+            return (q_labels == kv_labels) & (kv_lo <= keys) & (keys < kv_hi)
+        row = jnp.searchsorted(q_labels, kv_labels, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+        row = jnp.maximum(row, 0)
+        return (q_labels[row] == kv_labels) & (kv_lo[row] <= keys) & (keys < kv_hi[row])
+
+    arrays = [jnp.asarray(x) for x in (mask.q_labels, mask.kv_labels, *bounds)]
+    shared = [x.shape[0] == 1 for x in arrays]
+    if all(shared):
+        return one(*(x[0] for x in arrays))[None]
+    return jax.vmap(one, [None if one_for_all else 0 for one_for_all in shared])(
+        *(x[0] if one_for_all else x for x, one_for_all in zip(arrays, shared, strict=True))
+    )
 
 
 def tile_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
     """int8 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`."""
     mask, lengths = operands.mask, (problem.q_len, problem.kv_len)
-    kinds = schedule.interval_kinds(*row_bounds(problem.mask, mask, problem.q_len), block_q, block_kv, problem.kv_len)[:, None]
+    static = static_bounds(problem)
+    if static is not None:
+        with jax.ensure_compile_time_eval():
+            kinds = np.asarray(schedule.interval_kinds(*map(jnp.asarray, static), block_q, block_kv, problem.kv_len))[:, None]
+    else:
+        kinds = schedule.interval_kinds(*row_bounds(problem.mask, mask, problem.q_len), block_q, block_kv, problem.kv_len)[:, None]
     if mask.q_labels is not None:
         kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
     for dense in mask.dense:
         kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, *lengths))
     for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, *lengths))
-    return kinds
+    return jnp.asarray(kinds)

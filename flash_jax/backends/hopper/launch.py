@@ -1,15 +1,19 @@
 """What the forward kernel is fed: its configuration, padded operands, the schedule as a table, and the mask on what schedules leave."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax import schedule
+from flash_jax import schedule, softmax
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import forward, work
+from flash_jax.backends.hopper import forward, packing, work
 from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
-from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds
+from flash_jax.backends.hopper.host import ROW_TILE, pad, static_bounds, tile_kinds, unseen_tiles
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
 from flash_jax.problem import Operands, Problem
+from flash_jax.softmax import LOG2E
 from flash_jax.tuning.table import Key, lookup
 from flash_jax.visibility import row_bounds
 
@@ -35,6 +39,8 @@ def default_config(problem: Problem, device: Device) -> Config:
     compute warpgroups) do not spill.
     """
     head_dim, v_head_dim = head_dims(problem)
+    if packing.num_rows(problem) <= WARPGROUP_ROWS:  # decoding: what counts is how many bytes are in flight
+        return Config(1, 128 if head_dim == 64 else 64, stages={64: 4, 128: 5, 192: 3, 256: 2}[head_dim], take_turns=False)
     found = None if problem.mask.block_sizes else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
     if found is not None:
         return Config(**found)
@@ -70,12 +76,29 @@ def declines(problem: Problem) -> str | None:
 
 def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
     """See `backends.base.Backend.forward`."""
-    inputs, masked = _inputs(problem, config, operands)
-    out, lse = forward.out_and_lse(problem, config, inputs, masked)
-    return out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len].transpose(0, 2, 1)
+    asked = problem
+    if packing.packs(asked):
+        problem, operands = packing.pack(asked, operands)
+    num_q_tiles = schedule.num_tiles(problem.q_len, config.block_q)
+    num_kv_tiles = schedule.num_tiles(problem.kv_len, config.block_kv)
+    parts = work.splits(problem.batch * problem.num_heads, num_kv_tiles, MULTIPROCESSORS) if num_q_tiles == 1 else 1
+    out, lse = forward.out_and_lse(problem, config, *_inputs(problem, config, operands, parts), parts)
+    out, lse = out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len].transpose(0, 2, 1)
+    if parts > 1:
+        out, lse = _merge(*(x.reshape(parts, problem.batch, *x.shape[1:]) for x in (out, lse)))
+        out = out.astype(problem.dtype)
+    return packing.unpack(asked, out, lse) if packing.packs(asked) else (out, lse)
 
 
-def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Inputs, Masked]:
+def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
+    """The results over all keys from those of each part, `[parts, ...]`."""
+    s = lse * LOG2E
+    m, pivot, _ = softmax.rescale(jnp.full_like(s[0], -jnp.inf), s.max(0))
+    weight = softmax.probs(s, pivot, lambda row: row)
+    return softmax.finish(m, weight.sum(0), (weight[..., None] * out).sum(0))
+
+
+def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) -> tuple[Inputs, Masked]:
     mask, (head_dim, v_head_dim) = operands.mask, head_dims(problem)
     block_q, block_kv = config.block_q, config.block_kv
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
@@ -83,13 +106,11 @@ def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Input
     wide = lambda x, dim: pad(x, {1: -(-x.shape[1] // ROW_TILE) * ROW_TILE, 3: dim})
     elements = lambda x: pad(x, {axis: size for axis, size in ((2, q_pad), (3, kv_pad)) if x.shape[axis] != 1})
 
-    seen = seen_keys(problem, operands)
-    value = operands.value if seen is None else jnp.where(seen[:, :, None, None], operands.value, 0)
-    table, counts, masked, lists = _schedule(problem, config, operands)
+    table, counts, masked, lists = _schedule(problem, config, operands, parts)
     inputs = Inputs(
         query=wide(operands.query, head_dim),
         key=wide(operands.key, head_dim),
-        value=wide(value, v_head_dim),
+        value=wide(operands.value, v_head_dim),
         table=table,
         counts=counts,
         scale=operands.scale,
@@ -103,63 +124,104 @@ def _inputs(problem: Problem, config: Config, operands: Operands) -> tuple[Input
     static = static_bounds(problem)
     has_lo = static is None or bool((static[0] > 0).any())
     has_hi = kv_pad != problem.kv_len or static is None or bool((static[1] < problem.kv_len).any())
+    has_hi = has_hi or (masked.clears and q_pad != problem.q_len)  # rows past the end must see nothing: their weights would count
     return inputs._replace(
         kv_lo=pad(kv_lo, {1: q_pad}) if has_lo else None,
-        kv_hi=pad(kv_hi, {1: q_pad}, problem.kv_len) if has_hi else None,
+        kv_hi=pad(kv_hi, {1: q_pad}) if has_hi else None,
         q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
         kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(elements(x.astype(jnp.int8)) for x in mask.dense),
     ), masked
 
 
-def _schedule(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array, Masked, Array | None]:
-    """The table, the tiles of each multiprocessor, what is masked, and tile lists where the visible tiles are no range."""
+def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) -> tuple[Array, Array, Masked, Array | None]:
+    """The table, the number of tiles of each multiprocessor, what is masked, and lists where the visible key tiles are no range."""
     block_q, block_kv = config.block_q, config.block_kv
-    num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
     static, lists = static_bounds(problem), None
+    unseen = unseen_tiles(problem, operands, block_kv)
+    clears = unseen is not None
     if problem.mask.is_interval and static is not None:
         with jax.ensure_compile_time_eval():
             ranges = schedule.Ranges(*(np.asarray(x) for x in schedule.interval_ranges(*map(jnp.asarray, static), block_q, block_kv)))
         masks_tail = problem.kv_len % block_kv != 0
         some = masks_tail or not problem.mask.hides_nothing
         before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
-        masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()))
-        per_tile = _steps_of_ranges(ranges)
-        bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
-        tiles = work.deal(np.asarray(per_tile[0][0]), problem.batch, problem.num_heads, bytes_per_head, MULTIPROCESSORS)
-        b, head, q_tile = np.moveaxis(tiles, 2, 0)
+        masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()), some and parts > 1, clears)
+        steps = _steps_of_ranges(ranges, unseen)
+    elif problem.mask.is_interval:
+        ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
+        masked, steps = Masked(True, True, True, parts > 1, clears), _steps_of_ranges(ranges, unseen)
     else:
-        if problem.mask.is_interval:
-            ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
-            masked, per_tile = Masked(True, True, True), _steps_of_ranges(ranges)
-        else:
-            kinds = tile_kinds(problem, operands, block_q, block_kv)
-            if problem.mask.num_dense or problem.mask.block_sizes:
-                found = schedule.tile_lists(kinds)
-                lists, masked = found.index, Masked(True, False, True)
-                steps, none = jnp.maximum(found.end, 1), jnp.zeros_like(found.end)
-                per_tile = [steps, none, none, found.full_end, (found.end > 0).astype(jnp.int32)]
-            else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
-                masked, per_tile = Masked(True, True, True), _steps_of_ranges(schedule.ranges_of_kinds(kinds))
-        all_tiles = (problem.batch, problem.num_heads, num_q_tiles)
-        by_tile = lambda x: x[:, None] if x.ndim == 2 else x
-        steps = jnp.broadcast_to(by_tile(per_tile[0]), all_tiles)
-        b, head, q_tile = work.deal_by_data(steps, MULTIPROCESSORS)
-
-    def at(x):
-        x = jnp.asarray(x)
-        if x.ndim == 2:
-            return x[b if x.shape[0] > 1 else 0, q_tile]
-        return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, q_tile]
-
-    table = jnp.stack([jnp.asarray(x, jnp.int32) for x in Tile(b, head, q_tile, *map(at, per_tile))], axis=-1)
-    counts = (jnp.asarray(b) >= 0).sum(1, dtype=jnp.int32)
-    return table, counts, masked, lists
+        kinds = tile_kinds(problem, operands, block_q, block_kv)
+        if problem.mask.num_dense or problem.mask.block_sizes:
+            found = schedule.tile_lists(kinds)
+            lists, masked = found.index, Masked(True, False, True, True, clears)
+            zero = jnp.zeros_like(found.end)
+            steps = Steps(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32), zero + 1)
+        else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
+            masked = Masked(True, True, True, parts > 1, clears)
+            steps = _steps_of_ranges(schedule.ranges_of_kinds(kinds), unseen)
+    steps = Steps(*(x[:, None] if x.ndim == 2 else x for x in steps))
+    if parts > 1:
+        steps = _split(steps, parts, 1 if lists is not None else -1)
+    if isinstance(steps.steps, np.ndarray):
+        bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
+        tiles = work.deal(steps.steps[0, 0], problem.batch, problem.num_heads, bytes_per_head, MULTIPROCESSORS)
+        b, head, tile = np.moveaxis(tiles, 2, 0)
+        counts = (b >= 0).sum(1, dtype=np.int32)
+    else:
+        b, head, tile, counts = work.deal_by_data(steps.steps, problem.batch, problem.num_heads, MULTIPROCESSORS)
+    fields = [x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile] for x in steps]
+    part = tile % parts
+    entry = Tile(b, head, tile // parts, part * problem.batch + b, *fields)
+    table = np.stack(entry, axis=-1) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry], axis=-1)
+    return jnp.asarray(table, jnp.int32), jnp.asarray(counts), masked, lists
 
 
-def _steps_of_ranges(ranges: schedule.Ranges) -> list:
-    """The last five fields of `Tile`, key tiles from last to first; at least one step."""
+class Steps(NamedTuple):
+    """The fields of `Tile` that say what a tile of rows visits, `[1 | batch, 1 | num_heads, tiles]`."""
+
+    steps: Any
+    first: Any
+    full_begin: Any
+    full_end: Any
+    visible: Any
+    unseen: Any
+
+
+def _steps_of_ranges(ranges: schedule.Ranges, unseen: np.ndarray | Array | None) -> Steps:
+    """Key tiles from last to first; at least one step. unseen: `host.unseen_tiles`."""
+    numpy = jnp if isinstance(ranges.end, Array) else np
     begin, full_begin, full_end, end = ranges
-    end = jnp.maximum(end, 1) if isinstance(end, Array) else np.maximum(end, 1)
-    begin = jnp.minimum(begin, end - 1) if isinstance(begin, Array) else np.minimum(begin, end - 1)
-    return [end - begin, end - 1, end - full_end, end - full_begin, end > 0]
+    end = numpy.maximum(end, 1)
+    begin = numpy.minimum(begin, end - 1)
+    if unseen is None:
+        visits_unseen = numpy.zeros_like(end)
+    else:  # bounds may be shared by the batch where labels are not
+        tile = np.arange(unseen.shape[-1])
+        visits_unseen = ((begin[..., None] <= tile) & (tile < end[..., None]) & (unseen[:, None] != 0)).any(-1).astype(np.int32)
+    return Steps(end - begin, end - 1, end - full_end, end - full_begin, (ranges.end > 0).astype(np.int32), visits_unseen)
+
+
+def _split(steps: Steps, parts: int, direction: int) -> Steps:
+    """The steps of each tile in `parts` pieces, one after the other, each a tile of its own; one without any takes a step that is hidden.
+
+    direction: 1 where `first` counts up from step to step, -1 where it counts down.
+    """
+    numpy = jnp if isinstance(steps.steps, Array) else np
+    every = steps.steps[..., None]
+    length = -(-every // parts)
+    start = np.arange(parts, dtype=np.int32) * length
+    left = every - start
+    start = numpy.minimum(start, every - 1)
+    here = numpy.clip(left, 1, length)
+    within = lambda bound: numpy.clip(bound[..., None] - start, 0, here)
+    pieces = Steps(
+        here,
+        steps.first[..., None] + direction * start,
+        within(steps.full_begin),
+        within(steps.full_end),
+        steps.visible[..., None] * (left > 0).astype(np.int32),
+        steps.unseen[..., None] + 0 * start,
+    )
+    return Steps(*(x.reshape(*x.shape[:-2], -1) for x in pieces))

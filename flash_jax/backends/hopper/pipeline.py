@@ -18,13 +18,19 @@ WARPGROUP_ROWS = 64  # of an accumulator tile
 MAX_REGISTERS = 512  # setmaxnreg's sum over the warpgroups of a block; one more and the kernel hangs without a word
 
 
-def swizzled(shape: tuple[int, ...], dtype, swizzle: int = 128):
-    """Shared memory that wgmma and the copy engine read without bank conflicts."""
+def swizzle_transforms(dtype, swizzle: int = 128):
+    """How a matrix lies in shared memory, so that wgmma and the copy engine read it without bank conflicts; swizzle: bytes."""
     columns = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def _constant(n: int):
+def swizzled(shape: tuple[int, ...], dtype, swizzle: int = 128):
+    """Shared memory with `swizzle_transforms`."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(dtype, swizzle))
+
+
+def constant(n: int):
+    """An int32 of a kernel."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, n))
 
@@ -42,7 +48,7 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
         f32 = ir.F32Type.get()
         at = lambda n: ir.DenseI64ArrayAttr.get([n])
         element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=at(n))
-        lane_columns = arith.shli(arith.andi(mosaic_utils.thread_idx(), _constant(3)), _constant(1))
+        lane_columns = arith.shli(arith.andi(mosaic_utils.thread_idx(), constant(3)), constant(1))
         scalar = lambda r: element(r, 0) if isinstance(r.type, ir.VectorType) else r
         limits = [[arith.subi(scalar(r), lane_columns) for r in bound.registers.flat] for bound in rows]
         hidden = arith.constant(f32, ir.FloatAttr.get(f32, -math.inf))
@@ -53,7 +59,7 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
             for e in range(2):
                 seen = None
                 for limit, (_, predicate) in zip(limits, bounds, strict=True):
-                    one = arith.cmpi(getattr(arith.CmpIPredicate, predicate), limit[row], _constant(8 * column_group + e))
+                    one = arith.cmpi(getattr(arith.CmpIPredicate, predicate), limit[row], constant(8 * column_group + e))
                     seen = one if seen is None else arith.andi(seen, one)
                 pair = vector.insert(arith.select(seen, element(pair, e), hidden), pair, dynamic_position=[], static_position=at(e))
             out[index] = pair
@@ -91,7 +97,7 @@ def start_product(a_ref, b_ref) -> jax.Array:
     """
     (m, k), n, dtype = a_ref.shape[-2:], b_ref.shape[-2], a_ref.dtype
     assert m == WARPGROUP_ROWS
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    transforms = swizzle_transforms(dtype)
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     num_registers = n // 2
 

@@ -1,8 +1,8 @@
 """Which block of threads does which tiles: a list for each multiprocessor, made before the kernel runs.
 
 The grid is persistent: one block a multiprocessor, which walks its list. Lists are dealt out longest first, each tile to the
-multiprocessor that is free first, inside sections of heads whose keys and values fit the L2 cache together
-(measured: 526 -> 595 TFLOP/s at head_dim 128, 4096 tokens, against one block a tile in the same order).
+multiprocessor that is free first, inside sections of heads whose keys and values fit the L2 cache together. Where the tiles of rows are
+too few for the multiprocessors, the keys of a tile are split among several, whose results are merged.
 """
 
 import heapq
@@ -13,42 +13,60 @@ import numpy as np
 
 _SECTION_BYTES = 32 * 2**20  # of keys and values; half of the L2 cache
 _TILE_COST = 1.5  # prologue and epilogue of a tile, in steps
+_MERGE_COST = 4.0  # of a launch that merges splits, in steps
 
 
 def deal(steps: np.ndarray, batch: int, num_heads: int, bytes_per_head: int, num_multiprocessors: int) -> np.ndarray:
-    """Lists of `(b, head, q_tile)`, int32 `[num_multiprocessors, longest, 3]`; -1 after the end of a list.
+    """Lists of `(b, head, tile)`, int32 `[num_multiprocessors, longest, 3]`; -1 after the end of a list.
 
-    steps: int `[num_q_tiles]`, (an estimate of) the key tiles that a q tile visits.
+    steps: int `[tiles of a head]`, (an estimate of) the key tiles that each visits.
     """
     section = 1 << max(0, int(np.log2(max(1, _SECTION_BYTES // max(bytes_per_head, 1)))))
     heads = batch * num_heads
-    q_tiles = np.argsort(-steps, kind="stable")
+    longest_first = np.argsort(-steps, kind="stable")
     free = [(0.0, n) for n in range(num_multiprocessors)]
     lists: list[list[tuple[int, int, int]]] = [[] for _ in range(num_multiprocessors)]
     for first in range(0, heads, section):
-        for q_tile in q_tiles:
+        for tile in longest_first:
             for head in range(first, min(first + section, heads)):
                 busy, n = heapq.heappop(free)
-                lists[n].append((head // num_heads, head % num_heads, int(q_tile)))
-                heapq.heappush(free, (busy + float(steps[q_tile]) + _TILE_COST, n))
+                lists[n].append((head // num_heads, head % num_heads, int(tile)))
+                heapq.heappush(free, (busy + float(steps[tile]) + _TILE_COST, n))
     table = np.full((num_multiprocessors, max(map(len, lists)), 3), -1, np.int32)
     for n, tiles in enumerate(lists):
         table[n, : len(tiles)] = np.array(tiles, np.int32).reshape(-1, 3)
     return table
 
 
-def deal_by_data(steps: jax.Array, num_multiprocessors: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`b, head, q_tile`, int32 `[num_multiprocessors, longest]` each, -1 after the end of a list, where steps depend on data.
+def deal_by_data(
+    steps: jax.Array, batch: int, num_heads: int, num_multiprocessors: int
+) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
+    """`b, head, tile`, int32 `[num_multiprocessors, longest]`, and the length of each list, where steps depend on data.
 
-    steps: int `[batch, num_heads, num_q_tiles]`. Longest first, round after round, every other round in reverse.
+    steps: int `[1 | batch, 1 | num_heads, tiles of a head]`. Longest first, round after round, every other round in reverse. Only what
+    differs is sorted; heads that share steps share keys too, and come together.
     """
-    _, num_heads, num_q_tiles = steps.shape
-    count = steps.size
+    own_batch, own_heads, tiles = steps.shape
+    copies = batch * num_heads // (own_batch * own_heads)
+    count = batch * num_heads * tiles
     rounds = -(-count // num_multiprocessors)
-    order = jnp.argsort(-steps.transpose(0, 2, 1).ravel(), stable=True).astype(jnp.int32)  # heads together: they share keys
-    order = jnp.pad(order, (0, rounds * num_multiprocessors - count), constant_values=-1).reshape(rounds, num_multiprocessors)
-    backwards = (np.arange(rounds) % 2 == 1) & (np.arange(1, rounds + 1) * num_multiprocessors <= count)
-    order = jnp.where(backwards[:, None], order[:, ::-1], order).T
-    head, rest = order % num_heads, order // num_heads
-    none = order < 0
-    return tuple(jnp.where(none, -1, x) for x in (rest // num_q_tiles, head, rest % num_q_tiles))
+    place = np.arange(rounds * num_multiprocessors).reshape(rounds, num_multiprocessors)
+    whole = place[:, -1] < count
+    backwards = (np.arange(rounds) % 2 == 1) & whole
+    place = np.where(backwards[:, None], place[:, ::-1], place).T
+    order = jnp.argsort(-steps.transpose(0, 2, 1).ravel()).astype(jnp.int32)
+    entry, copy = order[np.minimum(place, count - 1) // copies], place % copies
+    head = entry % own_heads if own_heads > 1 else jnp.asarray(copy % num_heads, jnp.int32)
+    b = entry // (own_heads * tiles) if own_batch > 1 else jnp.asarray(copy // (num_heads // own_heads), jnp.int32)
+    return b, head, entry // own_heads % tiles, (place < count).sum(1).astype(np.int32)
+
+
+def splits(tiles: int, steps: int, num_multiprocessors: int) -> int:
+    """Into how many parts to split the keys of each tile of rows, that visits `steps` key tiles: what ends first; no part is empty."""
+
+    def cost(parts: int) -> float:
+        rounds = -(-tiles * parts // num_multiprocessors)
+        return rounds * (-(-steps // parts) + _TILE_COST) + (_MERGE_COST if parts > 1 else 0)
+
+    parts = min(range(1, min(steps, num_multiprocessors) + 1), key=cost)
+    return -(-steps // -(-steps // parts))
