@@ -22,23 +22,24 @@ import jax.numpy as jnp
 
 from flash_jax import io_model
 from flash_jax.bench import compiled
-from flash_jax.bench.presets import CHANNELS, DENSITIES, TOKENS
+from flash_jax.bench.presets import CHANNELS, DENSITIES, PRESETS, TOKENS
 from flash_jax.bench.rows import BLOCK, Row
 from flash_jax.bench.sides import SIDES
 from flash_jax.bench.timing import provenance
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum", "gpu__time_duration.sum")
 NAMES = ("read", "written", "cache", "nanoseconds")
+GPT2_MEDIUM = PRESETS["paper"]()[0]
 SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
 
 
 def rows(few: bool) -> list[Row]:
-    """Lengths at head_dim 128, three of them at 64 and 256, and block-sparse patterns."""
+    """Lengths at head_dim 128, three of them at 64 and 256, block-sparse patterns, and the table of the FlashAttention paper."""
     if few:
         return [Row(TOKENS // 4096, 4096, 16, 128)]
     sizes = [(n, 128) for n in (1024, 2048, 4096, 8192, 16384)] + [(n, d) for d in (64, 256) for n in (1024, 4096, 16384)]
     plain = [Row(TOKENS // n, n, CHANNELS // d, d) for n, d in sizes]
-    return plain + [Row(1, TOKENS, CHANNELS // 128, 128, density=density) for density in DENSITIES]
+    return [*plain, *(Row(1, TOKENS, CHANNELS // 128, 128, density=density) for density in DENSITIES), GPT2_MEDIUM]
 
 
 def sides_of(row: Row) -> list[str]:
@@ -119,7 +120,7 @@ def split(kernels: list[list[str]]) -> list[list[dict]]:
 def predict(row: Row, side: str, phase: str) -> tuple[int, int]:
     """Bytes to HBM without a cache, and behind the H200's."""
     sizes = {"batch": row.batch, "num_heads": row.num_heads, "head_dim": row.head_dim}
-    problem = io_model.make_problem(row.length, **sizes)
+    problem = io_model.make_problem(row.length, **sizes, dtype=row.dtype)
     standard = {"forward": io_model.standard_forward, "backward": io_model.standard_backward}
     flash = {"forward": io_model.flash_forward, "backward": io_model.flash_backward}
     cost = standard[phase](problem) if side == "jax.nn" else flash[phase](problem, (BLOCK, BLOCK), density=row.density)

@@ -129,27 +129,42 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens):
         x = self.embed(tokens)
-        block_fn = lambda block, x: block(x)
-        if self.remat:  # keep what attention's backward needs, recompute the rest of a block
-            policy = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
-            block_fn = nnx.remat(block_fn, policy=policy)
-        for block in self.blocks:
-            x = block_fn(block, x)
+        if self.blocks[0].attention.decode:
+            for block in self.blocks:
+                x = block(x)
+        else:  # one loop over all blocks, which are alike: compiled once
+            graph, _ = nnx.split(self.blocks[0])
+            params = jax.tree.map(lambda *layers: jnp.stack(layers), *(nnx.state(block) for block in self.blocks))
+            apply = lambda x, params: (nnx.merge(graph, params)(x), None)
+            if self.remat:  # keep what attention's backward needs, recompute the rest of a block
+                policy = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
+                apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+            x, _ = jax.lax.scan(apply, x, params)
         return self.embed.attend(self.norm(x)).astype(jnp.float32)
 
 
 class Training:
-    """The model's parameters, optimizer and jitted functions."""
+    """The model's optimizer and jitted functions."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.graph, self.params = nnx.split(GPT(config, nnx.Rngs(config.seed)), nnx.Param)
         warmup = max(config.steps // 20, 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps, config.learning_rate / 10)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-        self.state = self.optimizer.init(self.params)
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))), nnx.Param)
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
         self.loss = jax.jit(self._loss)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def begin(self, seed):
+        """Parameters and the optimizer's state before the first step."""
+        _, params = nnx.split(GPT(self.config, nnx.Rngs(jax.random.key(seed))), nnx.Param)
+        return params, self.optimizer.init(params)
+
+    def compiled_step(self, batch: int):
+        """`step` for `batch` sequences, without parameters."""
+        tokens = jax.ShapeDtypeStruct((batch, self.config.seq + 1), jnp.int32)
+        return self.step.lower(*jax.eval_shape(self.begin, 0), tokens).compile()
 
     def _loss(self, params, tokens):
         logits = nnx.merge(self.graph, params)(tokens[:, :-1])
@@ -161,13 +176,14 @@ class Training:
         return optax.apply_updates(params, updates), state, loss
 
 
-def train(config: Config, train_text, valid_text) -> tuple[Training, dict]:
+def train(config: Config, train_text, valid_text) -> tuple[nnx.State, dict]:
     training = Training(config)
+    params, state = training.begin(config.seed)
     rng = np.random.default_rng(config.seed)
     batch = max(config.tokens // config.seq, 1)
     held_out = [sample_batch(valid_text, np.random.default_rng(n), batch, config.seq) for n in range(8)]
-    validate = lambda: statistics.fmean(float(training.loss(training.params, tokens)) for tokens in held_out)
-    parameters = sum(x.size for x in jax.tree.leaves(training.params))
+    validate = lambda: statistics.fmean(float(training.loss(params, tokens)) for tokens in held_out)
+    parameters = sum(x.size for x in jax.tree.leaves(params))
     print(f"{parameters / 1e6:.1f} M parameters, {config.layers} layers, {config.heads} heads of {config.head_dim}, {config.dtype}")
     print(f"{batch} sequences of {config.seq} bytes a step, {config.steps} steps on {jax.devices()[0].device_kind}")
     qkv = jax.ShapeDtypeStruct((batch, config.seq, config.heads, config.head_dim), config.dtype)
@@ -175,12 +191,12 @@ def train(config: Config, train_text, valid_text) -> tuple[Training, dict]:
 
     losses, validation = [], [(0, validate())]
     every = max(config.steps // 10, 1)
-    compiled = training.step.lower(training.params, training.state, held_out[0]).compile()
+    compiled = training.compiled_step(batch)
     start, paused, speed = time.perf_counter(), 0.0, 0.0
     with tqdm(total=config.steps, unit="step", dynamic_ncols=True) as bar:
         for n in range(1, config.steps + 1):
             tokens = sample_batch(train_text, rng, batch, config.seq)
-            training.params, training.state, loss = compiled(training.params, training.state, tokens)
+            params, state, loss = compiled(params, state, tokens)
             losses.append(loss)
             shown = float(losses[max(n - 3, 0)])  # lags behind, so that the device never waits for the display
             if n % every == 0 or n == config.steps:
@@ -196,15 +212,15 @@ def train(config: Config, train_text, valid_text) -> tuple[Training, dict]:
     print(f"training loss {losses[0]:.3f} -> {statistics.fmean(losses[-every:]):.3f} (mean of the last {every} steps)")
     print(f"validation loss {validation[0][1]:.3f} -> {nats:.3f} nats, {nats / np.log(2):.3f} bits a byte")
     print(f"{speed:,.0f} tokens/s, {size(temporary)} of temporary memory a step")
-    return training, {"losses": losses, "validation": validation, "tokens_per_second": speed, "temporary_bytes": temporary}
+    return params, {"losses": losses, "validation": validation, "tokens_per_second": speed, "temporary_bytes": temporary}
 
 
 # --------------------------------------------------------------------------------------------------------------- sample
-def generate(training: Training, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
+def generate(config: Config, params: nnx.State, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
     """`length` further bytes: the prompt enters the cache in one call, then one byte at a time."""
-    config = dataclasses.replace(training.config, attention="flash", remat=False)
+    config = dataclasses.replace(config, attention="flash")
     model = nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
-    nnx.update(model, training.params)
+    nnx.update(model, params)
     decoder = nnx.view(model, decode=True, batch_size=1, max_length=len(prompt) + length)
     graph, params, cache = nnx.split(decoder, nnx.Param, ...)
 
@@ -221,7 +237,7 @@ def generate(training: Training, prompt: bytes, length: int, temperature: float 
         _, tokens = jax.lax.scan(body, (cache, token), jnp.stack(keys))
         return jnp.concatenate([token, tokens[:, 0]])
 
-    tokens = run(params, cache, jnp.frombuffer(prompt, jnp.uint8)[None].astype(jnp.int32), jax.random.key(training.config.seed))
+    tokens = run(params, cache, jnp.frombuffer(prompt, jnp.uint8)[None].astype(jnp.int32), jax.random.key(config.seed))
     return np.asarray(tokens, np.uint8).tobytes()
 
 
@@ -241,11 +257,11 @@ def compare(config: Config) -> list[dict]:
         for name in names:
             training = Training(dataclasses.replace(config, layers=min(config.layers, 2), attention=name, seq=seq))
             tokens = np.zeros((1, seq + 1), np.int32)
-            step = training.step.lower(training.params, training.state, tokens).compile()
+            step = training.compiled_step(1)
             temporary = temporary_bytes(step)
             rows.append({"attention": name, "seq": seq, "temporary_bytes": temporary, "milliseconds": None})
             if temporary < memory_limit():
-                runs[name] = (step, [training.params, training.state], tokens, rows[-1], [])
+                runs[name] = (step, [*training.begin(config.seed)], tokens, rows[-1], [])
         for turn in range(4):
             for step, carry, tokens, _, times in runs.values():
                 start = time.perf_counter()
@@ -338,12 +354,12 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     train_text, valid_text = read_text(arguments.text)
     print(f"{len(train_text) / 1e6:.1f} MB of text to learn from, {len(valid_text) / 1e6:.1f} MB for validation")
-    training, metrics = train(config, train_text, valid_text)
+    params, metrics = train(config, train_text, valid_text)
     metrics |= {"config": dataclasses.asdict(config), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     plot_loss(metrics, out / "loss.png")
 
     prompt = valid_text[: config.seq // 4].tobytes()
-    text = generate(training, prompt, config.seq // 2)
+    text = generate(config, params, prompt, config.seq // 2)
     metrics["sample"] = text.decode("utf-8", "replace")
     print(f"\nsample, after the prompt {prompt[-40:].decode('utf-8', 'replace')!r}:\n{metrics['sample']}")
 

@@ -1,0 +1,193 @@
+"""Whole training steps of a GPT with one attention beside another, in one process: tokens a second, memory, and loss curves.
+
+    python benchmarks/training.py speed benchmarks/results/training.json       # GPT-2 medium's size; --tiny to try it on any machine
+    python benchmarks/training.py curves benchmarks/results/loss_curves.json   # and a plot beside the file
+
+The model is that of examples/train_gpt.py.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+
+from train_gpt import ATTENTION, COLOR, LABEL, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
+
+from flash_jax.bench.timing import provenance
+
+WARM, ROUNDS = 2, 6
+H200 = PRESETS["h200"]
+HEADS = ((16, 64), (8, 128))
+LENGTHS = (1024, 4096, 16384)
+CURVES = dataclasses.replace(H200, heads=8, head_dim=128, tokens=4096)
+SEEDS = (0, 1)
+
+
+def tiny(config: Config) -> Config:
+    """The same program in seconds on a processor."""
+    return dataclasses.replace(config, layers=2, heads=2, head_dim=16, seq=min(config.seq // 16, 256), tokens=256, steps=8)
+
+
+def names() -> list[str]:
+    """Every attention that this machine may run."""
+    return [name for name in ATTENTION if name != "jax_cudnn" or jax.default_backend() == "gpu"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- speed
+def speed(small: bool) -> Iterator[list[dict]]:
+    """Tokens a second of each attention, with and without recomputation; a step that does not fit is a result too."""
+    configs = [dataclasses.replace(H200, heads=h, head_dim=d, seq=n) for (h, d), n in itertools.product(HEADS, LENGTHS)]
+    if small:
+        configs = list(dict.fromkeys(tiny(config) for config in configs))
+    groups = [dataclasses.replace(config, remat=remat) for config in configs for remat in (False, True)]
+    variants = {group: [dataclasses.replace(group, attention=name) for name in names()] for group in groups}
+    with ThreadPoolExecutor() as pool:  # everything is compiled before anything is timed
+        steps = dict(zip(itertools.chain(*variants.values()), pool.map(_compile, itertools.chain(*variants.values())), strict=True))
+    for _, of_width in itertools.groupby(groups, key=lambda group: (group.heads, group.head_dim)):
+        carry = None
+        for group in of_width:
+            carry = carry or Training(group).begin(0)
+            batch = np.random.default_rng(0).integers(0, 256, (_batch(group), group.seq + 1), np.int32)
+            carry, rows = _race(variants[group], steps, carry, batch)
+            yield rows
+
+
+def line(row: dict) -> str:
+    """A result in short."""
+    how = f"{row['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in row else row["outcome"]
+    return f"length {row['seq']}{', recomputed' if row['remat'] else ''}, {LABEL[row['attention']]}: {how}"
+
+
+def _batch(config: Config) -> int:
+    return max(config.tokens // config.seq, 1)
+
+
+def _compile(config: Config):
+    try:
+        return Training(config).compiled_step(_batch(config))
+    except Exception as error:  # out of memory, mostly; whatever it is, it is a result
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]
+
+
+def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> tuple[tuple, list[dict]]:
+    """Steps in turns, in shuffled order, all on the same parameters."""
+    rows, taken = [], {}
+    for config in variants:
+        step = steps[config]
+        row = {"heads": config.heads, "head_dim": config.head_dim, "layers": config.layers, "seq": config.seq, "remat": config.remat}
+        row |= {"tokens": batch.size - len(batch), "attention": config.attention, "outcome": "ran"}
+        if isinstance(step, str):
+            row["outcome"] = step
+        else:
+            analysis = step.memory_analysis()
+            row["temporary_bytes"] = temporary_bytes(step)
+            if (needed := analysis.temp_size_in_bytes + analysis.argument_size_in_bytes) > memory_limit():
+                row["outcome"] = f"out of memory: needs {needed / 1e9:.1f} of {memory_limit() / 1e9:.1f} GB"
+            else:
+                taken[config] = []
+        rows.append(row)
+    for turn in range(WARM + ROUNDS):
+        for config in random.sample(list(taken), len(taken)):
+            start = time.perf_counter()
+            *carry, loss = steps[config](*carry, batch)
+            loss.block_until_ready()
+            if turn >= WARM:
+                taken[config].append(time.perf_counter() - start)
+    for config, row in zip(variants, rows, strict=True):
+        if config in taken:
+            row["seconds"] = taken[config]
+            row["tokens_per_second"] = row["tokens"] / float(np.median(taken[config]))
+    return tuple(carry), rows
+
+
+# ----------------------------------------------------------------------------------------------------------------- curves
+def curves(config: Config) -> list[dict]:
+    """The loss of every step, for each attention and seed; the same seed means the same parameters and the same text."""
+    text, _ = read_text(None)
+    found = []
+    for name in ("flash", "jax_xla"):
+        training = Training(dataclasses.replace(config, attention=name))
+        step = training.compiled_step(_batch(config))
+        for seed in SEEDS:
+            carry, rng, losses = training.begin(seed), np.random.default_rng(seed), []
+            for _ in range(config.steps):
+                *carry, loss = step(*carry, sample_batch(text, rng, _batch(config), config.seq))
+                losses.append(loss)
+            found.append({"attention": name, "seed": seed, "losses": [float(loss) for loss in losses]})
+            sys.stderr.write(f"{name}, seed {seed}: {found[-1]['losses'][0]:.3f} -> {np.mean(found[-1]['losses'][-30:]):.3f}\n")
+    return found
+
+
+def differences(runs: list[dict]) -> dict[str, float]:
+    """Root mean square over the steps: between two implementations with one seed, and between two seeds with one implementation."""
+    losses = {(run["attention"], run["seed"]): np.array(run["losses"]) for run in runs}
+    rms = lambda pairs: float(np.sqrt(np.mean([(losses[a] - losses[b]) ** 2 for a, b in pairs])))
+    return {
+        "implementations": rms([(("flash", seed), ("jax_xla", seed)) for seed in SEEDS]),
+        "seeds": rms([((name, SEEDS[0]), (name, SEEDS[1])) for name in ("flash", "jax_xla")]),
+    }
+
+
+def plot(results: dict, path: pathlib.Path) -> None:
+    """All curves over each other."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for run in results["runs"]:
+        flash, seed = run["attention"] == "flash", run["seed"]
+        look = {"linewidth": 3 if flash else 1, "alpha": 0.45 if flash else 1, "linestyle": ("-", "--")[seed]}
+        axes.plot(run["losses"], color=COLOR[run["attention"]], label=f"{LABEL[run['attention']]}, seed {seed}", **look)
+    apart = results["differences"]
+    c = results["config"]
+    shape = f"{c['layers']} layers, {c['heads']} heads of {c['head_dim']}, length {c['seq']}, {c['dtype']}"
+    axes.set(
+        xlabel="step",
+        ylabel="training loss (nats a byte)",
+        title=f"{shape}: rms difference {apart['implementations']:.4f} between implementations, {apart['seeds']:.4f} between seeds",
+    )
+    axes.title.set_fontsize(9)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("speed", "curves"))
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
+    o = parser.parse_args()
+    where = provenance() | {"command": f"python benchmarks/training.py {o.command}", "XLA_FLAGS": os.environ.get("XLA_FLAGS")}
+    if o.command == "speed":
+        results = {"provenance": where, "rows": []}
+        for rows in speed(o.tiny):
+            results["rows"] += rows
+            sys.stderr.write("".join(f"{row['heads']} x {row['head_dim']} {line(row)}\n" for row in rows))
+            o.file.write_text(json.dumps(results, indent=1) + "\n")
+    else:
+        config = tiny(CURVES) if o.tiny else CURVES
+        runs = curves(config)
+        results = {"provenance": where, "config": dataclasses.asdict(config), "differences": differences(runs), "runs": runs}
+        plot(results, o.file.with_suffix(".png"))
+        o.file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
