@@ -16,11 +16,20 @@ from tpu_support import DEVICE, SLICED, WHOLE, attention, interpreted
 from flash_jax import Mask, api, schedule
 from flash_jax.backends import tpu
 from flash_jax.backends.base import Device
-from flash_jax.backends.tpu import launch, plan
+from flash_jax.backends.tpu import functions, launch, plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.visibility import RowRule
 
-COVERING = ("window_left", "both_lengths_causal", "packed", "blocks_by_head", "function_with_operands", "bias_rows_gqa", "bfloat16_bias")
+COVERING = (
+    "window_left",
+    "both_lengths_causal",
+    "packed",
+    "blocks_by_head",
+    "function_with_operands",
+    "function_over_captured",
+    "bias_rows_gqa",
+    "bfloat16_bias",
+)
 
 
 def declined(case):
@@ -57,10 +66,8 @@ def test_every_case(case, config, kernels, request):
     check(case, attention(config, None))
 
 
-def test_only_captured_arrays_are_declined():
-    reasons = {case.name: declined(case) for case in CASES if declined(case)}
-    assert list(reasons) == ["function_over_captured"]
-    assert "closes over an array" in reasons["function_over_captured"]
+def test_no_case_is_declined():
+    assert len(SERVED) == len(CASES)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,24 @@ def test_declines_other_devices_and_functions_that_are_no_arithmetic():
     problem = api.prepare(**BY_NAME["full"].build()[0]).problem
     assert "cpu" in tpu.BACKEND.why_not(problem, Device("cpu", "cpu"))
     assert "TPU v3" in tpu.BACKEND.why_not(problem, Device("tpu", "TPU v3"))
+    x, table = jnp.ones((1, 8, 1, 4)), jnp.ones((8, 8), bool)
+
+    def reason(function):
+        return tpu.BACKEND.why_not(api.prepare(x, x, x, mask=Mask.from_function(function)).problem, DEVICE)
+
+    assert "uses sin" in reason(lambda b, h, q, k: jnp.sin(q * k * 1.0) > 0)
+    assert "by row and key together" in reason(lambda b, h, q, k: table[q, k])
+    assert reason(lambda b, h, q, k: jnp.sin(q * 1.0) > k) is None
+    assert reason(lambda b, h, q, k: table[q, 0] & table[0, k] & table[h, h]) is None
+
+
+def test_what_a_function_reads_by_row_key_or_head_alone_becomes_an_operand():
+    rows, keys, heads, limit = jnp.arange(8), jnp.arange(8) * 2, jnp.arange(3.0), jnp.int32(5)
+    visible = lambda b, h, q, k: (rows[q] + keys[k] < limit) & (heads[h] > q - k) & (k >= 0)
     x = jnp.ones((1, 8, 1, 4))
-    mask = Mask.from_function(lambda b, h, q, k: jnp.sin(q * 1.0) > 0)
-    assert "sin" in tpu.BACKEND.why_not(api.prepare(x, x, x, mask=mask).problem, DEVICE)
+    (function,) = api.prepare(x, x, x, mask=Mask.from_function(visible)).problem.mask.functions
+    assert sorted(functions.split(function).kinds) == ["head", "key", "key", "query", "scalar"]
+    assert functions.split(functions.split(function).kernel).outside == ()
 
 
 RULES = [

@@ -1,0 +1,111 @@
+"""Mask functions in a kernel, which has arithmetic on tiles and no indexing.
+
+What depends on the row alone, on the key alone, on the head alone or on none of them is computed outside, once a row, key or head,
+and becomes an operand of what is left: `ids[b, q] == ids[b, k]` is a comparison of a number a row with a number a key.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from flash_jax import visibility
+from flash_jax.problem import Operands, Problem
+from flash_jax.visibility import MaskFunction
+
+# What Mosaic computes elementwise on a tile; the inner functions of `jit` are looked into.
+_ELEMENTWISE = frozenset(
+    """add sub mul neg abs sign max min eq ne lt le gt ge and or xor not select_n convert_element_type clamp rem div shift_left
+    shift_right_logical shift_right_arithmetic integer_pow exp log tanh sqrt floor ceil round""".split()  # noqa: SIM905
+)
+_WORDS = ("int32", "uint32", "float32", "bool")
+_KIND_OF = {frozenset(): "scalar", frozenset("q"): "query", frozenset("k"): "key", frozenset("h"): "head"}
+_READS = {"query": frozenset("q"), "key": frozenset("k"), "head": frozenset("h"), "scalar": frozenset(), "captured": frozenset()}
+
+
+class Split(NamedTuple):
+    """`kernel` is the function with further operands, the values of `outside` (each of the original's arguments)."""
+
+    kernel: MaskFunction
+    outside: tuple[MaskFunction, ...]
+    kinds: tuple[str, ...]  # of the values of `outside`
+
+
+@functools.cache
+def split(function: MaskFunction) -> Split:
+    """The function itself where a kernel can compute it as it is."""
+    if _why_not(function) is None:
+        return Split(function, (), ())
+    jaxpr = function.jaxpr
+    num_operands = len(jaxpr.invars) - 4
+    reads = dict(zip(jaxpr.invars[:4], (frozenset(), frozenset("h"), frozenset("q"), frozenset("k")), strict=True))
+    reads |= {v: _READS[kind] for v, kind in zip(jaxpr.invars[4:], function.kinds[:num_operands], strict=True)}
+    reads |= dict.fromkeys(jaxpr.constvars, frozenset())
+    inside, outside = [], []
+    for equation in jaxpr.eqns:
+        of_equation = frozenset().union(*(reads[v] for v in equation.invars if not isinstance(v, Literal)))
+        reads |= dict.fromkeys(equation.outvars, of_equation)
+        (outside if of_equation in _KIND_OF else inside).append(equation)
+    given = {*jaxpr.invars, *(v for equation in inside for v in equation.outvars)}
+    needed = [v for equation in inside for v in equation.invars if not isinstance(v, Literal)] + [
+        v for v in jaxpr.outvars if not isinstance(v, Literal)
+    ]
+    missing = tuple(dict.fromkeys(v for v in needed if v not in given))
+    kinds = tuple(_KIND_OF[reads[v]] for v in missing)
+    kernel = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *missing], eqns=inside)
+    computing = lambda v: MaskFunction(jaxpr.replace(outvars=[v], eqns=outside), function.kinds)
+    return Split(MaskFunction(kernel, function.kinds[:num_operands] + kinds), tuple(map(computing, missing)), kinds)
+
+
+def why_not(function: MaskFunction) -> str | None:
+    """Why a kernel cannot compute what is left of the function."""
+    return _why_not(split(function).kernel)
+
+
+def _why_not(function: MaskFunction) -> str | None:
+    jaxpr = function.jaxpr
+    if "captured" in function.kinds or any(v.aval.shape for v in jaxpr.invars):
+        return "mask: the function indexes an array by row and key together, which a kernel cannot; index by one of them at a time."
+    for variable in jaxpr.invars[4:]:
+        if str(variable.aval.dtype) not in _WORDS:
+            return f"mask: operands of the function must be {', '.join(_WORDS)} here, got {variable.aval.dtype}."
+    names = _primitives(jaxpr) - _ELEMENTWISE
+    return (
+        f"mask: the function uses {', '.join(sorted(names))} on row and key together, which is no elementwise arithmetic."
+        if names
+        else None
+    )
+
+
+def _primitives(jaxpr) -> set[str]:
+    names = set()
+    for equation in jaxpr.eqns:
+        inner = [x.jaxpr for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
+        names |= set().union(*map(_primitives, inner)) if inner else {equation.primitive.name}
+    return names
+
+
+def hoist(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The problem with functions that a kernel can compute."""
+    spec, mask = problem.mask, operands.mask
+    parts = [split(function) for function in spec.functions]
+    if not any(part.outside for part in parts):
+        return problem, operands
+    arrays = []
+    for function, part, given in zip(spec.functions, parts, mask.functions, strict=True):
+        kept = tuple(x for x, kind in zip(given, function.kinds, strict=True) if kind != "captured")
+        values = (_value(problem, mask.batch_ids, f, kind, given) for f, kind in zip(part.outside, part.kinds, strict=True))
+        arrays.append((*kept, *values) if part.outside else given)
+    spec = spec._replace(functions=tuple(part.kernel for part in parts))
+    return dataclasses.replace(problem, mask=spec), operands._replace(mask=mask._replace(functions=tuple(arrays)))
+
+
+def _value(problem: Problem, batch_ids, function: MaskFunction, kind: str, arrays: tuple):
+    """`[1 | batch, len]` of a function that reads only what its kind says, at all rows, keys or heads, and 0 of the others."""
+    sizes = {"head": problem.num_heads, "query": problem.q_len, "key": problem.kv_len}
+    ids = [jnp.arange(n if name == kind else 1, dtype=jnp.int32) for name, n in sizes.items()]
+    cut = tuple(x[:, :1] if of in sizes and of != kind else x for x, of in zip(arrays, function.kinds, strict=True))
+    values = visibility.by_function(function, batch_ids, *ids, cut)
+    return values.reshape(values.shape[0], -1)[:, 0] if kind == "scalar" else values.reshape(values.shape[0], -1)
