@@ -21,12 +21,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from flash_jax import partition
 from flash_jax.backends import xla
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
@@ -40,6 +42,7 @@ class Call:
 
     tree: structure of the `Operands`, whose leaves are the primitives' first arguments.
     wanted: for the derivatives, the operands with a tangent or gradient, in the order of `DIFFERENTIABLE`.
+    is_local: the problem is what one device has, after `partition` has divided it.
     """
 
     problem: Problem
@@ -48,6 +51,7 @@ class Call:
     device: Device
     tree: Any
     wanted: tuple[str, ...] = ()
+    is_local: bool = False
 
     def operands(self, leaves) -> Operands:
         return jax.tree.unflatten(self.tree, leaves)
@@ -211,6 +215,21 @@ def _fold_rule(primitive: Primitive, per_leaf_results: bool):
 
 
 # --------------------------------------------------------------------------------------------------------- registration
+def _by_device(primitive: Primitive, function, axes):
+    """`function`, divided over devices where XLA cannot do that itself; `axes(call)`: of the arguments after the leaves, and of results."""
+
+    def by_device(*args, call: Call):
+        if not call.backend.opaque or call.is_local:
+            return function(*args, call=call)
+        more, results = axes(call)
+        leaves = call.operands(args[: call.tree.num_leaves])
+        local = lambda *args, problem: primitive.bind(*args, call=dataclasses.replace(call, problem=problem, is_local=True))
+        gradients = function is _attend_vjp
+        return partition.divided(local, call.problem, partition.axes_of(leaves) + more, results, gradients)(*args)
+
+    return by_device
+
+
 def _lower(function):
     """Lower by tracing `function`, without the types that say how values vary over a mesh: a backend need not know them."""
     lowered = mlir.lower_fun(function, multiple_results=True)
@@ -222,18 +241,29 @@ def _lower(function):
     return rule
 
 
-def _primitive(name: str, function, abstract, differentiate, per_leaf_results: bool) -> Primitive:
+def _primitive(name: str, function, abstract, differentiate, per_leaf_results: bool, axes=None) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(function, static_argnames="call"))
+    primitive.def_impl(jax.jit(lambda *args, call: primitive.bind(*args, call=call), static_argnames="call"))
+    if axes is not None:
+        prim_requires_devices_during_lowering.add(primitive)  # as `custom_partitioning` does, which is met only while lowering
     primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, _lower(function))
+    mlir.register_lowering(primitive, _lower(function if axes is None else _by_device(primitive, function, axes)))
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = _fold_rule(primitive, per_leaf_results)
     return primitive
 
 
-_attend_p = _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False)
+_OUT_LSE = [partition.axes(name) for name in ("out", "lse")]
+
+_attend_p = _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False, lambda call: ([], _OUT_LSE))
 _attend_jvp_p = _primitive("flash_attention_jvp", _attend_jvp, _abstract_attend_jvp, _differentiate(_attend_jvp), False)
-_attend_vjp_p = _primitive("flash_attention_vjp", _attend_vjp, _abstract_attend_vjp, _differentiate(_attend_vjp_by_xla), True)
+_attend_vjp_p = _primitive(
+    "flash_attention_vjp",
+    _attend_vjp,
+    _abstract_attend_vjp,
+    _differentiate(_attend_vjp_by_xla),
+    True,
+    lambda call: (2 * _OUT_LSE, [partition.axes(name) for name in call.wanted]),
+)
 ad.primitive_transposes[_attend_jvp_p] = _attend_jvp_transpose
