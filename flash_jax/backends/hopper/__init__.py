@@ -60,4 +60,4 @@ def _backward(
     return backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
 
-BACKEND = Backend("hopper", why_not, default_config, _forward, _backward)
+BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, opaque=True)
