@@ -255,10 +255,10 @@ def test_rows_are_chosen_by_name_from_several_presets(tmp_path, monkeypatch):
 
 def test_kernel_time_is_that_of_a_profile():
     """Of a profile written by hand: two streams of a GPU, memory that is set, and a host's line."""
-    event = lambda name, seconds: SimpleNamespace(name=name, duration_ns=seconds * 1e9)
+    event = lambda module, seconds, name="k": SimpleNamespace(name=name, duration_ns=seconds * 1e9, stats=[("hlo_module", module)])
     line = lambda name, *events: SimpleNamespace(name=name, events=events)
     gpu = [
-        line("Stream #1", event("a", 1), event("Memset", 8), event("a", 2)),
+        line("Stream #1", event("a", 1), event("a", 8, "Memset"), event("a", 2)),
         line("Stream #2", event("b", 4)),
         line("Ops", event("a", 16)),
     ]
@@ -266,4 +266,4 @@ def test_kernel_time_is_that_of_a_profile():
         SimpleNamespace(name="/device:GPU:0", lines=gpu),
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #9", event("a", 32))]),
     ]
-    assert kernels.by_kernel(planes) == {"a": 3.0, "b": 4.0}
+    assert kernels.module_seconds(planes) == {"a": 3.0, "b": 4.0}

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -25,14 +26,19 @@ class Side:
     backward: jax.stages.Compiled | None
     runs: str | None
 
-    def calls(self, arrays: Arrays) -> dict[str, Callable[[], object]]:
+    def calls(self, arrays: Arrays) -> dict[str, Callable[[], Any]]:
         """Argument-free calls, by phase."""
         inputs = {name: x for name, x in arrays.items() if name != "dout"}
-        calls: dict[str, Callable[[], object]] = {"forward": lambda: self.forward(inputs)}
-        if self.to_pull is not None and self.backward is not None:
+        calls: dict[str, Callable[[], Any]] = {"forward": lambda: self.forward(inputs)}
+        if self.to_pull is not None and (backward := self.backward) is not None:
             _, pullback = self.to_pull(inputs)
-            calls["backward"] = lambda: self.backward(pullback, arrays["dout"])
+            calls["backward"] = lambda: backward(pullback, arrays["dout"])
         return calls
+
+    @staticmethod
+    def results(calls: dict[str, Callable[[], Any]]) -> Arrays:
+        """`out`, and the gradients by the names of the inputs."""
+        return {"out": calls["forward"]()} | (calls["backward"]() if "backward" in calls else {})
 
     def memory(self, phase: str) -> int | None:
         """Bytes that XLA plans to allocate beside inputs and outputs (`memory_analysis`); of the backward, residuals are inputs."""
@@ -48,7 +54,7 @@ class Side:
 
 
 def compile_side(row: Row, name: str, attention: Attention) -> Side:
-    """Without arrays. The functions are called `name` and the phase, which a profile shows."""
+    """Without arrays."""
     arrays = jax.eval_shape(row.draw)
     dout = arrays.pop("dout")
 
@@ -65,11 +71,16 @@ def compile_side(row: Row, name: str, attention: Attention) -> Side:
     return Side(forward, lowered.compile(), backward, runs)
 
 
+def label(name: str, phase: str) -> str:
+    """What the function of a side and phase is called, in a profile too."""
+    return f"{name}_{phase}".replace(":", "_").replace(".", "_")
+
+
 def _jit(name: str, phase: str, function: Callable):
     def named(*arguments):
         return function(*arguments)
 
-    named.__name__ = f"{name}_{phase}".replace(":", "_").replace(".", "_")
+    named.__name__ = label(name, phase)
     return jax.jit(named)
 
 

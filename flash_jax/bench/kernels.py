@@ -10,25 +10,29 @@ import jax
 CALLS = 5
 
 
-def kernel_seconds(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds a call that kernels run, by side, from a profile of a few calls; empty where there is no GPU.
+def kernel_seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds a call that kernels run, from one profile of a few calls; without what the profile cannot tell, and empty without a GPU.
 
     Launches, gaps between kernels and memory that is set to 0 are not counted; in the wall time they are.
+
+    Args:
+      calls: by the name of the jitted function.
     """
     if jax.default_backend() != "gpu":
         return {}
-    taken = {}
-    for name, call in sides.items():
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
+    quiet = jax.profiler.ProfileOptions()
+    quiet.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=quiet):
+            for call in calls.values():
                 jax.block_until_ready([call() for _ in range(CALLS)][-1])
-            profile = jax.profiler.ProfileData.from_file(str(next(pathlib.Path(folder).rglob("*.xplane.pb"))))
-            taken[name] = sum(by_kernel(profile.planes).values()) / CALLS
-    return taken
+        profile = jax.profiler.ProfileData.from_file(str(next(pathlib.Path(folder).rglob("*.xplane.pb"))))
+    by_module = module_seconds(profile.planes)
+    return {name: by_module[f"jit_{name}"] / CALLS for name in calls if f"jit_{name}" in by_module}
 
 
-def by_kernel(planes: Iterable) -> dict[str, float]:
-    """Seconds by kernel in the planes of a profile."""
+def module_seconds(planes: Iterable) -> dict[str, float]:
+    """Seconds that kernels run, by the module that they belong to."""
     taken: dict[str, float] = defaultdict(float)
     for plane in planes:
         if not plane.name.startswith("/device:GPU"):
@@ -36,6 +40,7 @@ def by_kernel(planes: Iterable) -> dict[str, float]:
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    if not event.name.lower().startswith(("memset", "memcpy")):
-                        taken[event.name] += event.duration_ns * 1e-9
+                    module = dict(event.stats).get("hlo_module")
+                    if module is not None and not event.name.lower().startswith(("memset", "memcpy")):
+                        taken[str(module)] += event.duration_ns * 1e-9
     return dict(taken)

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from flash_jax.bench.compiled import Compiled
+from flash_jax.bench.compiled import Compiled, label
 from flash_jax.bench.kernels import kernel_seconds
 from flash_jax.bench.timing import interleave_for
 
@@ -22,30 +23,29 @@ def measure(compiled: Compiled, seconds: float) -> dict:
     reference = compiled.reference.result()
     reference.expect(arrays)
     record: dict = {"row": row.name, "sides": {}}
-    calls: dict[str, dict[str, Callable[[], object]]] = {phase: {} for phase in row.phases}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {phase: {} for phase in row.phases}
     for name, future in compiled.sides.items():
-        record["sides"][name] = side = {}
+        side: dict = {}
+        record["sides"][name] = side
         try:
             executables = future.result()
             of_phases = executables.calls(arrays)
-            results = {"out": of_phases["forward"]()}
-            if "backward" in of_phases:
-                results |= of_phases["backward"]()
-            side["errors"], reason = reference.check(results)
+            side["errors"], reason = reference.check(executables.results(of_phases))
         except Exception as error:  # what a peer cannot do is a result, whatever it raises
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            side["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            continue
         if reason is not None:
             side["refused"] = reason
             continue
-        side |= {"runs": executables.runs, "residuals": executables.residuals}
+        side.update(runs=executables.runs, residuals=executables.residuals)
         for phase, call in of_phases.items():
             side[phase] = {"memory": executables.memory(phase)}
             calls[phase][name] = call
+    kernels = kernel_seconds({label(name, phase): call for phase, of_sides in calls.items() for name, call in of_sides.items()})
     for phase, of_sides in calls.items():
         if not of_sides:
             continue
         samples = interleave_for(of_sides, seconds / len(calls))
-        kernels = kernel_seconds(of_sides)
         flops = row.products * (1 if phase == "forward" else 2.5)
         for name, taken in samples.seconds.items():
             low, median, high = (float(x) for x in np.percentile(taken, [10, 50, 90]))
@@ -53,7 +53,7 @@ def measure(compiled: Compiled, seconds: float) -> dict:
                 "median": median,
                 "p10": low,
                 "p90": high,
-                "kernels": kernels.get(name),
+                "kernels": kernels.get(label(name, phase)),
                 "tflops": flops / median / 1e12,
                 "over": {peer: samples.summary(name, peer) for peer in of_sides if peer != name},
                 "seconds": taken,

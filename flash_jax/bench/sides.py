@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def _ours(row: Row, implementation: str | None = None) -> Attention:
     return lambda arrays: flash_attention(**row.words(arrays), implementation=implementation)
 
 
-def _jax_nn(row: Row, implementation: str = "xla") -> Attention:
+def _jax_nn(row: Row, implementation: Literal["xla", "cudnn"] = "xla") -> Attention:
     return lambda arrays: jax.nn.dot_product_attention(**row.dense_words(arrays), implementation=implementation)
 
 
