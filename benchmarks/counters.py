@@ -151,10 +151,8 @@ def markdown(lines: list[dict]) -> str:
     text = []
     for phase in ("forward", "backward"):
         text += ["", f"### {phase.capitalize()}", ""]
-        text += [
-            "| batch | length | head_dim | density | side | read, MB | written, MB | sum, MB | model, MB | as stored, MB | sum / as stored |"
-        ]
-        text += ["|" + "---|" * 11]
+        names = ("batch", "length", "head_dim", "density", "side", "read, MB", "written", "sum", "model", "as stored", "sum / as stored")
+        text += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
         for x in lines:
             if x["case"]["phase"] != phase:
                 continue

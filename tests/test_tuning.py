@@ -125,8 +125,9 @@ def test_a_packaged_entry_names_the_results_that_it_comes_from(path):
         assert key.kernel == search.KERNEL
         assert search.shared_memory(Config(**entry["config"]), key.head_dim, key.v_head_dim) <= 227 * 1024
         measured = json.loads((pathlib.Path(__file__).parents[1] / entry["results"]).read_text())
-        assert measured["device"].replace(" ", "_") == path.stem
-        assert measured["jax"].startswith(key.jax + ".")
-        rows = [row for row in measured["rows"] if "ok" in row and row["shape"]["D"] == key.head_dim]
+        where = measured["provenance"]
+        assert where["device"].replace(" ", "_") == path.stem
+        assert where["jax"].startswith(key.jax + ".")
+        rows = [record["sides"]["flash_jax"] for record in measured["rows"] if f"_d{key.head_dim}_" in record["row"]]
         assert rows
-        assert all(row["ok"] for row in rows)
+        assert all("refused" not in side and str(Config(**entry["config"])) in side["runs"] for side in rows)
