@@ -236,7 +236,15 @@ def _lower(function):
 
     def rule(ctx, *args, **params):
         plain = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        return lowered(ctx.replace(avals_in=plain), *args, **params)
+        try:
+            return lowered(ctx.replace(avals_in=plain), *args, **params)
+        except NotImplementedError as error:
+            if "automatically partitioned" not in str(error):
+                raise
+            raise NotImplementedError(
+                "implementation='tpu': XLA cannot divide the kernels over the devices of a sharded jit. Call flash_attention inside "
+                "jax.shard_map, with batch and heads sharded as you like, or pass implementation='xla'."
+            ) from error
 
     return rule
 

@@ -50,8 +50,14 @@ def _in_kernel(problem: Problem, operands: Operands) -> tuple[Problem, Operands]
     return dataclasses.replace(problem, dtype=np.dtype(np.float32)), operands
 
 
+def _is_empty(problem: Problem) -> bool:
+    return 0 in (problem.batch, problem.q_len, problem.kv_len)
+
+
 def forward(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
     """See `base.Backend.forward`."""
+    if _is_empty(problem):
+        return jnp.zeros(problem.out_shape, problem.dtype), jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype)
     inner, operands = _in_kernel(problem, operands)
     out, lse = _forward.forward(inner, config.forward, config.vmem, operands)
     return out.astype(problem.dtype), lse
@@ -61,6 +67,8 @@ def backward(
     problem: Problem, config: Config, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """See `base.Backend.backward`."""
+    if _is_empty(problem):
+        return {name: jnp.zeros_like(getattr(operands, name)) for name in wanted}
     inner, wide = _in_kernel(problem, operands)
     gradients = _backward.backward(inner, config, wide, out, lse, dout.astype(inner.dtype), dlse, wanted)
     return {name: x.astype(getattr(operands, name).dtype) for name, x in gradients.items()}

@@ -69,7 +69,7 @@ _GENERATIONS = {
     "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
     "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 2, 256)),
     "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
-    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024), _Preferred(1024, 1024, 1, 256)),
+    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024), _Preferred(2048, 1024, 1, 256)),
     "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1, 512), _Preferred(1024, 512, 1, 256)),
 }
 _KINDS = {
@@ -91,7 +91,7 @@ def _round_up(n: int, to: int) -> int:
 
 def _even(length: int, block: int, multiple: int) -> int:
     """The block nearest below `block` that cuts the length into equal tiles."""
-    return _round_up(num_tiles(length, num_tiles(length, block)), multiple)
+    return _round_up(num_tiles(length, max(num_tiles(length, block), 1)), multiple) or multiple
 
 
 def default_config(problem: Problem, device: Device) -> Config:
@@ -107,22 +107,26 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
     columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
-    area = (6 if backward else 4) * 4 + columns * 4  # live copies of a tile of scores and what lies beside it
+    area = (5 if backward else 4) * 4 + columns * 4  # live copies of a tile of scores and what lies beside it
+    a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 64
+    left = lambda: vmem - block_q * block_kv * area - block_q * row * (wide * 4 + 8)
     if problem.mask.num_dense or problem.bias_shape or problem.mask.functions or wide == 4:
         block_q, block_kv, unroll = min(block_q, 512), min(block_kv, 512), 1
+    for sizes in problem.mask.block_sizes:  # a tile of many blocks of a map is rarely empty
+        block_q, block_kv = (min(n, max(_round_up(size, LANES), NARROW)) for n, size in zip((block_q, block_kv), sizes, strict=True))
     if problem.block_sizes:
         block_q, block_kv = problem.block_sizes
-    while block_q * block_kv * area + block_q * row * (wide * 4 + 8) > vmem * 5 // 8 and block_q > LANES:
+    elif backward and block_q > 1024 and left() // a_key < problem.kv_len:
+        block_q //= 2  # more keys at a time are worth more
+    while left() < vmem // 3 and block_q > LANES:
         block_q //= 2
         block_kv = max(block_kv // 2, LANES)
     block_q = _even(problem.q_len, block_q, LANES)
     if problem.q_len <= 64 and not backward:
-        block_q = _round_up(problem.q_len, 32)
+        block_q = _round_up(max(problem.q_len, 1), 32)
     block_kv = _even(problem.kv_len, block_kv, LANES)
-    left = vmem - block_q * block_kv * area - block_q * row * (wide * 4 + 8)
-    a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 2 * columns * block_q + 64
-    most = max(left // a_key // block_kv, 1)
-    tiles = num_tiles(problem.kv_len, block_kv)
+    most = max(left() // (a_key + 2 * columns * block_q) // block_kv, 1)
+    tiles = max(num_tiles(problem.kv_len, block_kv), 1)
     rule = problem.mask.rule
     if rule is not None and rule.left is not None and rule.right is not None and rule.left + rule.right < 2 * block_q:
         piece = NARROW

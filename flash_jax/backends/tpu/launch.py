@@ -248,13 +248,15 @@ def call(
             grid.here(),
         )
 
+    varying = jax.typeof(arrays.query).mat
     parallel = ("parallel",) * grid.parallel + ("arbitrary",) * (len(grid.sizes) - grid.parallel)
     results = pl.pallas_call(
         flat_kernel,
         grid=grid.sizes,
         in_specs=jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec)),
         out_specs=[spec(axes, shape) for axes, shape, _ in outputs.values()],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs.values()],
+        # Inside `shard_map` an output has to say over which mesh axes it varies: as the query does.
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for _, shape, dtype in outputs.values()],
         scratch_shapes=[pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in scratch.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=parallel, vmem_limit_bytes=vmem),
         name=name,
