@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from jax._src.state.types import AbstractRef
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper import clean, launch, pipeline, turns
+from flash_jax.backends.hopper import blocks, clean, launch, pipeline, turns
 
 (_Interpreter,) = (c for c in vars(jaxpr_interpret).values() if inspect.isclass(c) and hasattr(c, "_interpret_wgmma_ref_p"))
 _adding = threading.Lock()
@@ -156,7 +156,7 @@ def _start_product(a_ref, b_ref):
 
 
 @jax.named_scope(_TURNS)
-def _await_count(ref, count):
+def _await_count(ref, count, seen):
     """Blocks run one after the other here: a turn that has not come never would, and reads out of bounds, which is an error."""
     ref[jnp.where(ref[0] >= count, 0, 9)]
 
@@ -196,6 +196,13 @@ def _clear_rows(marks, v, swizzle, share, shares):
             part[...] = jnp.where(used[:, None] != 0, part[...], 0)
 
 
+def _keep_blocks(x, words, row, first_word):
+    columns = jnp.arange(x.shape[1])
+    mine = jnp.take(words[...], row, axis=0)
+    bits = jnp.take(mine, first_word + columns // 32, axis=1) >> (columns % 32)
+    return jnp.where(bits & 1 != 0, x, -jnp.inf)
+
+
 @contextlib.contextmanager
 def interpreted(multiprocessors: int = 3):
     """Kernels called inside run in the interpreter; at the end, fails if there was a race."""
@@ -204,12 +211,14 @@ def interpreted(multiprocessors: int = 3):
         (_Interpreter, "interpret", _interpret_with_stores()),
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
+        (blocks, "keep_blocks", _keep_blocks),
         (clean, "mark_columns", _mark_columns),
         (clean, "clear_rows", _clear_rows),
         (pipeline, "start_product", _start_product),
         (pipeline, "finish_product", lambda product, in_flight: product),
         (pipeline, "await_turn", lambda warpgroup: None),
         (pipeline, "pass_turn", lambda warpgroup: None),
+        (turns, "look", lambda ref: None),
         (turns, "await_count", _await_count),
         (turns, "increment", _increment),
         (launch, "MULTIPROCESSORS", multiprocessors),

@@ -13,10 +13,10 @@ from hopper_interpret import interpreted
 from oracle import of_case
 from tolerance import assert_as_exact_as_unfused
 
-from flash_jax import api, reference
+from flash_jax import Mask, api, reference, schedule
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import host, work
+from flash_jax.backends.hopper import functions, host, launch, work
 from flash_jax.problem import DIFFERENTIABLE
 
 H200 = Device("gpu", "NVIDIA H200")
@@ -147,6 +147,51 @@ def test_tiles_that_are_not_marked_hold_seen_keys_only(name, block_kv):
     assert not (tiles & ~marked).any()
     if name != "scattered_labels":
         np.testing.assert_array_equal(marked, tiles)
+
+
+FORWARD_ONLY = ["function_over_captured", "function_with_operands", "two_segmentations", "blocks", "blocks_by_head"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", [FORWARD_ONLY[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORWARD_ONLY[1:])])
+def test_forward_interpreted(name):
+    arguments, _, _, unfused, expected = of_case(in_bfloat16(name))
+    request = api.prepare(**arguments)
+    problem = request.problem
+    assert launch.declines(problem) is None
+    config = hopper.BACKEND.default_config(problem, H200)
+    with interpreted():
+        out, lse = jax.jit(lambda: hopper.BACKEND.forward(problem, config, request.operands))()
+    for part, x, dtype in (("out", out, problem.dtype), ("lse", lse, np.float32)):
+        x = np.asarray(x.astype(np.float32)).reshape(expected[part].shape)
+        assert_as_exact_as_unfused(part, x, unfused[part], expected[part], dtype)
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+@pytest.mark.parametrize("tile", [(16, 8), (64, 64)], ids=str)
+def test_kinds_of_tiles(name, tile):
+    request = api.prepare(**BY_NAME[name].build()[0])
+    problem, operands = functions.hoist(request.problem, request.operands)
+    visible = np.asarray(reference.visible_scores(request.problem, request.operands))
+    pad = lambda fill: np.pad(visible, [(0, 0), (0, 0), (0, -70 % tile[0]), (0, -70 % tile[1])], constant_values=fill)
+    by_tile = lambda x: x.reshape(*x.shape[:2], x.shape[2] // tile[0], tile[0], x.shape[3] // tile[1], tile[1])
+    some, every = by_tile(pad(False)).any((3, 5)), by_tile(pad(True)).all((3, 5))
+    every[..., -1] = False  # a tile that reaches past the last key is partial
+    kinds = np.broadcast_to(host.tile_kinds(problem, operands, *tile), some.shape)
+    assert not ((kinds == schedule.EMPTY) & some).any()
+    assert not ((kinds == schedule.FULL) & ~every).any()
+    if name.startswith("blocks"):
+        np.testing.assert_array_equal(kinds, np.where(some, np.where(every, schedule.FULL, schedule.PARTIAL), schedule.EMPTY))
+
+
+def test_a_function_is_evaluated_on_a_tile():
+    row, key = np.arange(-8, 8, dtype=np.int32)[:, None] * np.ones(5, np.int32), np.ones((16, 1), np.int32) * np.arange(5, dtype=np.int32)
+    visible = lambda b, h, q, k, x: (jax.numpy.floor(q / 3) + jax.numpy.ceil(k / -2) < x) ^ (abs(q) // 2 % 3 == jax.numpy.clip(k, h, 3))
+    ones = jax.numpy.ones((1, 70, 2, 16), "bfloat16")
+    operand = jax.numpy.ones((1,))
+    problem = api.prepare(ones, ones, ones, mask=Mask.from_function(visible, operand, per=("scalar",))).problem
+    got = functions.evaluate(problem.mask.functions[0], row.shape, 0, 1, row, key, np.float32(0.5))
+    np.testing.assert_array_equal(got, visible(0, 1, row, key, np.float32(0.5)))
 
 
 DECODING = {"q_len": 1, "kv_len": 1100, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}

@@ -63,14 +63,18 @@ def test_a_broken_table_is_named(folders):
 
 
 @pytest.mark.usefixtures("folders")
-def test_the_kernel_takes_what_was_found_except_for_block_maps():
+def test_the_kernel_takes_what_was_found_where_it_suits():
     found = Config(2, 64, stages=3)
     assert launch.default_config(problem(), H200) != found
     table.store(H200.kind, KEY, dataclasses.asdict(found), "here")
     assert launch.default_config(problem(), H200) == found
     assert launch.default_config(problem(is_causal=True), H200) == found
-    blocks = Mask.from_blocks(jnp.ones((2, 4, 4), bool), 128, 128)
-    assert launch.default_config(problem(mask=blocks), H200) == launch.default_config(problem(mask=blocks), Device("gpu", ""))
+    blocks = problem(mask=Mask.from_blocks(jnp.ones((2, 4, 4), bool), 128, 128))
+    assert launch.default_config(blocks, H200) == found
+    for unsuited in (Config(2, 80, v_swizzle=32), Config(3, 64)):  # no whole words of a map; tiles with more rows than a block
+        table.store(H200.kind, KEY, dataclasses.asdict(unsuited), "here")
+        assert launch.default_config(problem(), H200) == unsuited
+        assert launch.default_config(blocks, H200) == launch.default_config(blocks, Device("gpu", ""))
 
 
 @pytest.mark.usefixtures("folders")

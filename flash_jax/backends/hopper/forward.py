@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout, softmax
-from flash_jax.backends.hopper import clean, pipeline
+from flash_jax.backends.hopper import blocks, clean, functions, pipeline
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, swizzled
 from flash_jax.logits import logits, tanh_by_exp2
 from flash_jax.problem import Problem
@@ -70,6 +70,8 @@ class Inputs(NamedTuple):
     kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
     q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
     dense: int8 `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`, nonzero = visible.
+    functions: operands of each mask function, `[1 | batch, len]`, see `functions.as_words`; batch_ids: int32 `[batch]`, what it sees.
+    blocks: `blocks.as_bits` of the block maps that are not whole tiles, by number, `[1 | batch, 1 | num_heads, rows, words]`.
     bias: `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`.
     row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
     """
@@ -86,6 +88,9 @@ class Inputs(NamedTuple):
     q_labels: Any = None
     kv_labels: Any = None
     dense: tuple = ()
+    functions: tuple = ()
+    batch_ids: Any = None
+    blocks: Any = None
     bias: Any = None
     row_keys: Any = None
 
@@ -151,6 +156,9 @@ class _Rows:
     def _load(self, ref, layout):
         return plgpu.load(ref, layout=layout, optimized=False)
 
+    def _row_ids(self):
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + self.q_start
+
     def column(self, row, n=None):
         """Row numbers beside a tile of n columns."""
         return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, n or self.config.block_kv), [0])
@@ -171,6 +179,27 @@ class _Rows:
             return self.column(self._load(ref.at[self._rows(), 0], ROWS))
         return self._load(ref.at[self._rows(), keys], WGMMA)
 
+    def _by_function(self, function, refs, kv_start):
+        keys = pl.ds(kv_start, self.config.block_kv)
+
+        def read(kind, ref):
+            ref = ref.at[_shared(ref, 0, self.tile.b)]
+            match kind:
+                case "query":
+                    return self.column(self._load(ref.at[self._rows()], ROWS))
+                case "key":
+                    return self._beside_keys(self._load(ref.at[keys], COLUMNS))
+                case "head":
+                    return ref[self.tile.head]
+                case _:
+                    return ref[...]
+
+        q_ids = self.column(self._row_ids())
+        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (self.config.block_kv,), 0, layout=COLUMNS) + kv_start)
+        batch = self.g.batch_ids[_shared(self.g.batch_ids, 0, self.tile.b)]
+        operands = map(read, function.kinds, refs)
+        return functions.evaluate(function, q_ids.shape, batch, self.tile.head, q_ids, kv_ids, *operands)
+
     def logits(self, qk, kv_tile, masked: bool, blank: bool = False):
         """Raw products, or base-2 logits where more than a scale is applied; -inf where masked."""
         kv_start = kv_tile * self.config.block_kv
@@ -189,6 +218,13 @@ class _Rows:
             s = jnp.where(self.column(self.q_labels) == self._beside_keys(labels), s, -jnp.inf)
         for ref in self.g.dense:
             s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
+        for n, ref in (self.g.blocks or {}).items():
+            words = ref.at[_shared(ref, 0, self.tile.b), _shared(ref, 1, self.tile.head)]
+            row = lax.div(self._row_ids(), jnp.int32(self.problem.mask.block_sizes[n][0]))
+            row = jnp.minimum(row, words.shape[0] - 1)  # of rows past the end
+            s = blocks.keep_blocks(s, words, row, lax.div(kv_start, jnp.int32(blocks.WORD)))
+        for function, refs in zip(self.problem.mask.functions, self.g.functions, strict=True):
+            s = jnp.where(self._by_function(function, refs, kv_start), s, -jnp.inf)
         if blank:  # a tile of rows that sees nothing still takes one step
             s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
         return s

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_jax import schedule
+from flash_jax.backends.hopper import functions
 from flash_jax.problem import Operands, Problem
 from flash_jax.visibility import row_bounds
 
@@ -62,6 +63,7 @@ def seen_keys(problem: Problem, operands: Operands) -> Array | None:
         terms.append((mask.kv_labels[:, :, None] == mask.q_labels[:, None, :]).any(-1))
     for dense in mask.dense:
         terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
+    terms += [functions.seen_keys(problem, operands, n) for n in range(len(mask.functions))]
     for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
     return functools.reduce(jnp.logical_and, terms) if terms else None
@@ -122,4 +124,6 @@ def tile_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int
         kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, *lengths))
     for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, *lengths))
+    for n in range(len(mask.functions)):
+        kinds = jnp.minimum(kinds, functions.kinds(problem, operands, n, block_q, block_kv))
     return jnp.asarray(kinds)

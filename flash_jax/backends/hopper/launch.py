@@ -8,7 +8,7 @@ import numpy as np
 
 from flash_jax import schedule, softmax
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import forward, packing, work
+from flash_jax.backends.hopper import blocks, forward, functions, packing, work
 from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
 from flash_jax.backends.hopper.host import ROW_TILE, pad, static_bounds, tile_kinds, unseen_tiles
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
@@ -34,27 +34,44 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 def default_config(problem: Problem, device: Device) -> Config:
     """What `tuning.search` found on this kind of card, else tiles that live in the registers; measured: benchmarks/results.
 
-    A block map wants tiles that divide its blocks, which `declines` must know without the card: there the table has no say.
+    Short queries have tiles of their own, and so have mask functions, which want registers.
+    """
+    head_dim, v_head_dim = head_dims(problem)
+    if packing.num_rows(problem) <= WARPGROUP_ROWS:  # what counts is how many bytes are in flight
+        return Config(1, 128 if head_dim == 64 else 64, stages={64: 4, 128: 5, 192: 3, 256: 2}[head_dim], take_turns=False)
+    found = None if problem.mask.functions else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
+    configs = _untuned(head_dim, v_head_dim, bool(problem.mask.functions))
+    return next(config for config in ([Config(**found)] if found else []) + configs if _suits(config, problem))
+
+
+def _untuned(head_dim: int, v_head_dim: int, wants_registers: bool) -> list[Config]:
+    """In order of preference.
+
     From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
     compute warpgroups) do not spill.
     """
-    head_dim, v_head_dim = head_dims(problem)
-    if packing.num_rows(problem) <= WARPGROUP_ROWS:  # decoding: what counts is how many bytes are in flight
-        return Config(1, 128 if head_dim == 64 else 64, stages={64: 4, 128: 5, 192: 3, 256: 2}[head_dim], take_turns=False)
-    found = None if problem.mask.block_sizes else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
-    if found is not None:
-        return Config(**found)
-    few_registers = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+    few_registers = wants_registers or tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
     if head_dim == 64:
-        wide = not problem.mask.block_sizes  # 192 rows divide no block map
-        if few_registers:
-            return Config(3, 64) if wide else Config(2, 128)
-        return Config(3, 128) if wide else Config(2, 128)
+        return [Config(3, 64 if few_registers else 128), Config(2, 128)]
     if head_dim == 128:
-        return Config(2, 64, stages=4) if few_registers else Config(2, 128)
+        return [Config(2, 64, stages=4) if few_registers else Config(2, 128)]
     if head_dim == 192:
-        return Config(2, 64) if few_registers or v_head_dim > 128 else Config(2, 96, v_swizzle=64)
-    return Config(2, 32 if few_registers else 64, separate_out=False, take_turns=False, v_swizzle=64 if few_registers else 128)
+        return [Config(2, 64) if few_registers or v_head_dim > 128 else Config(2, 96, v_swizzle=64)]
+    return [Config(2, 32 if few_registers else 64, separate_out=False, take_turns=False, v_swizzle=64 if few_registers else 128)]
+
+
+def _suits(config: Config, problem: Problem) -> bool:
+    """Whether the tiles fit the block maps: their words, and 192 rows only if blocks are as high; lower blocks would share a tile."""
+    sizes = problem.mask.block_sizes
+    return not sizes or (
+        config.block_kv % blocks.WORD == 0 and (config.warpgroups < 3 or all(rows % config.block_q == 0 for rows, _ in sizes))
+    )
+
+
+def _cut_blocks(problem: Problem, config: Config) -> list[int]:
+    """Numbers of the block maps whose blocks are not whole tiles."""
+    cut = lambda sizes: sizes[0] % config.block_q != 0 or sizes[1] % config.block_kv != 0
+    return [n for n, sizes in enumerate(problem.mask.block_sizes) if cut(sizes)]
 
 
 def declines(problem: Problem) -> str | None:
@@ -65,12 +82,10 @@ def declines(problem: Problem) -> str | None:
         return f"head_dim and v_head_dim must be at most {_HEAD_DIMS[-1]}, got {problem.head_dim} and {problem.v_head_dim}."
     if problem.block_sizes is not None:
         return f"block_sizes: the tiles are fixed by head_dim, got {problem.block_sizes}."
-    if problem.mask.functions:
-        return "mask: functions (Mask.from_function, a second pair of labels) are not evaluated."
-    config = default_config(problem, Device("gpu", ""))
-    for sizes in problem.mask.block_sizes:
-        if sizes[0] % config.block_q or sizes[1] % config.block_kv:
-            return f"mask: Mask.from_blocks blocks must be multiples of {config.block_q} queries and {config.block_kv} keys, got {sizes}."
+    for function in problem.mask.functions:
+        reason = functions.why_not(function)
+        if reason is not None:
+            return reason
     return None
 
 
@@ -79,6 +94,7 @@ def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[A
     asked = problem
     if packing.packs(asked):
         problem, operands = packing.pack(asked, operands)
+    problem, operands = functions.hoist(problem, operands)
     num_q_tiles = schedule.num_tiles(problem.q_len, config.block_q)
     num_kv_tiles = schedule.num_tiles(problem.kv_len, config.block_kv)
     parts = work.splits(problem.batch * problem.num_heads, num_kv_tiles, MULTIPROCESSORS) if num_q_tiles == 1 else 1
@@ -131,6 +147,12 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
         q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
         kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(elements(x.astype(jnp.int8)) for x in mask.dense),
+        functions=tuple(
+            functions.as_words(function, arrays, {"query": q_pad, "key": kv_pad})
+            for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
+        ),
+        batch_ids=mask.batch_ids,
+        blocks={n: blocks.as_bits(mask.blocks[n], problem.mask.block_sizes[n][1], kv_pad) for n in _cut_blocks(problem, config)},
     ), masked
 
 
@@ -153,7 +175,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) 
         masked, steps = Masked(True, True, True, parts > 1, clears), _steps_of_ranges(ranges, unseen)
     else:
         kinds = tile_kinds(problem, operands, block_q, block_kv)
-        if problem.mask.num_dense or problem.mask.block_sizes:
+        if problem.mask.num_dense or problem.mask.block_sizes or problem.mask.functions:
             found = schedule.tile_lists(kinds)
             lists, masked = found.index, Masked(True, False, True, True, clears)
             zero = jnp.zeros_like(found.end)

@@ -1,0 +1,89 @@
+"""Mask functions: evaluated on tiles inside the kernels, and by XLA on all scores at once for the kinds of tiles.
+
+What a function reads of captured arrays by row or by key alone has become an operand before (`hoist`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from flash_jax import schedule
+from flash_jax.backends.tpu.functions import hoist, why_not
+from flash_jax.problem import Operands, Problem
+from flash_jax.visibility import MaskFunction, by_function
+
+__all__ = ["as_words", "evaluate", "hoist", "kinds", "seen_keys", "why_not"]
+
+Array = jax.Array
+
+
+def as_words(function: MaskFunction, arrays: tuple[Array, ...], sizes: dict[str, int]) -> tuple[Array, ...]:
+    """A function's operands as a kernel reads them: four bytes an element, padded to `sizes` by kind."""
+
+    def word(kind, x):
+        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        return jnp.pad(x, [(0, 0), (0, sizes[kind] - x.shape[1])]) if kind in sizes else x
+
+    return tuple(map(word, function.kinds, arrays))
+
+
+def evaluate(function: MaskFunction, shape: tuple[int, ...], *arguments) -> Array:
+    """The function on a tile in a kernel, booleans `shape`; arguments are scalars or of that shape: batch, head, q_id, kv_id, operands."""
+    full = lambda x: x if jnp.shape(x) == shape else lax.broadcast_in_dim(jnp.asarray(x), shape, [])
+
+    def run(jaxpr, values):
+        known = dict(zip(jaxpr.invars, values, strict=True))
+        read = lambda v: full(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else known[v]
+        for equation in jaxpr.eqns:
+            inputs = [read(v) for v in equation.invars]
+            inner = next((x for x in equation.params.values() if isinstance(x, ClosedJaxpr)), None)
+            if equation.primitive.name in ("floor", "ceil"):
+                results = [_round(equation.primitive.name, *inputs)]
+            elif inner is None:
+                results = equation.primitive.bind(*inputs, **equation.params)
+                results = results if equation.primitive.multiple_results else [results]
+            else:
+                results = run(inner.jaxpr, inputs)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    dtypes = [v.aval.dtype for v in function.jaxpr.invars]
+    typed = [full(x) != 0 if dtype == jnp.bool_ else full(x) for x, dtype in zip(arguments, dtypes, strict=True)]
+    (visible,) = run(function.jaxpr, typed)
+    return visible
+
+
+def _round(towards: str, x: Array) -> Array:
+    """`floor` and `ceil`, which the kernels' compiler does not know."""
+    near = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return near - (near > x).astype(x.dtype) if towards == "floor" else near + (near < x).astype(x.dtype)
+
+
+def _everywhere(problem: Problem, operands: Operands, n: int, q_pad: int, kv_pad: int) -> Array:
+    """Function n on all scores, booleans `[1 | batch, 1 | num_heads, q_pad, kv_pad]`: to be reduced at once, not to be kept."""
+    function, arrays = problem.mask.functions[n], operands.mask.functions[n]
+    batch_ids = operands.mask.batch_ids
+    reads_batch = any(function.jaxpr.invars[0] is v for equation in function.jaxpr.eqns for v in equation.invars)
+    if not reads_batch and all(x.shape[0] == 1 for x in arrays):
+        batch_ids = batch_ids[:1]
+    ids = [jnp.arange(n, dtype=jnp.int32) for n in (problem.num_heads if function.reads_head else 1, q_pad, kv_pad)]
+    padded = as_words(function, arrays, {"query": q_pad, "key": kv_pad})
+    padded = tuple(x.astype(given.dtype) for x, given in zip(padded, arrays, strict=True))
+    return by_function(function, batch_ids, *ids, padded) & (ids[1] < problem.q_len)[:, None] & (ids[2] < problem.kv_len)
+
+
+def kinds(problem: Problem, operands: Operands, n: int, block_q: int, block_kv: int) -> Array:
+    """int8 kinds of function n, `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`: O(tiles) memory, O(scores) work."""
+    tiles = [schedule.num_tiles(length, block) for length, block in ((problem.q_len, block_q), (problem.kv_len, block_kv))]
+    seen = _everywhere(problem, operands, n, tiles[0] * block_q, tiles[1] * block_kv)
+    count = seen.reshape(*seen.shape[:2], tiles[0], block_q, tiles[1], block_kv).sum((3, 5), dtype=jnp.int32)
+    inside = lambda length, block, number: np.minimum(block, length - np.arange(number) * block)
+    scores = inside(problem.q_len, block_q, tiles[0])[:, None] * inside(problem.kv_len, block_kv, tiles[1])
+    return jnp.where(count == 0, schedule.EMPTY, jnp.where(count == scores, schedule.FULL, schedule.PARTIAL)).astype(jnp.int8)
+
+
+def seen_keys(problem: Problem, operands: Operands, n: int) -> Array:
+    """Booleans `[1 | batch, kv_len]`: keys for which function n holds in some row of some head."""
+    return _everywhere(problem, operands, n, problem.q_len, problem.kv_len).any((1, 2))
