@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flash_jax import schedule
-from flash_jax.backends import xla
-from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import backward_fused, backward_roles, turns
+from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, turns
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs
 from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
 from flash_jax.problem import Operands, Problem
@@ -55,21 +53,16 @@ def backward(
     problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
-    gradients = {}
-    if "bias" in wanted:
-        device = Device("gpu", "NVIDIA H200")
-        config = xla.default_config(problem, device)
-        gradients |= xla.BACKEND.backward(problem, config, operands, out, lse, dout, dlse, ("bias",))
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        return {name: jnp.zeros_like(getattr(operands, name)) for name in wanted}
+    gradients = {"bias": _dbias(problem, operands, out, lse, dout, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
         return gradients
-    if 0 in (problem.batch, problem.q_len, problem.kv_len):
-        return gradients | {name: jnp.zeros_like(getattr(operands, name)) for name in names}
-
-    inputs = _inputs(problem, operands, out, lse, dout, dlse)
+    block_q, block_kv = _tile(problem)
+    inputs = _inputs(problem, operands, out, lse, dout, dlse, block_q, block_kv)
     dq_ref, done_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32)), None
     if problem.deterministic_backward:
-        block_q, block_kv = _tile(problem)
         num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
         table = turns.table(inputs.ranges, inputs.lists, schedule.num_tiles(problem.kv_len, block_kv), num_q_tiles)
         inputs = inputs._replace(turns=table)
@@ -103,9 +96,31 @@ def _may_have_empty_rows(problem: Problem) -> bool:
     return not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
 
 
-def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Inputs:
+def _dbias(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Array:
+    """The cotangent of the bias, in its own shape and dtype."""
+    assert problem.bias_shape is not None and problem.bias_dtype is not None
+    if problem.bias_shape[3] == 1 and problem.kv_len != 1:
+        # The same number on all logits of a row: lse moves by it, and out does not move.
+        by_row = jnp.where(lse == -jnp.inf, 0, dlse).transpose(0, 2, 1)[..., None]
+        return _sum_to(by_row, problem.bias_shape).astype(problem.bias_dtype)
+    block_q = backward_bias.block_q(problem, _padded_head_dim(problem))
+    block_kv = backward_bias.BLOCK_KV
+    inputs = _inputs(problem, operands, out, lse, dout, dlse, block_q, block_kv)
+    kinds = None
+    if inputs.q_lo is not None:
+        kinds = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2).astype(jnp.int32)
+    unused = ("ranges", "lists", "kinds", "seen", "unseen_tiles", "empty_tiles")
+    by_key = backward_bias.cells(problem, inputs._replace(**dict.fromkeys(unused)), kinds)
+    return _sum_to(by_key[:, :, : problem.kv_len, : problem.q_len].swapaxes(2, 3), problem.bias_shape).astype(problem.bias_dtype)
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that `shape` has as 1."""
+    return x.sum(tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
+
+
+def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, block_q: int, block_kv: int) -> Inputs:
     mask, head_dim = operands.mask, _padded_head_dim(problem)
-    block_q, block_kv = _tile(problem)
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
     kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
     # As an einsum, apart from what follows: XLA fuses a sum and a transpose into one kernel that reads with stride.
@@ -163,6 +178,8 @@ def _lists(problem: Problem, operands: Operands, block_q: int, block_kv: int) ->
     """`Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
     kinds = tile_kinds(problem, operands, block_q, block_kv)
     kinds, by_head = kinds.swapaxes(-1, -2), None
+    if problem.deterministic_backward:  # in one order, full or not, so that turns come as they are waited for
+        kinds = jnp.minimum(kinds, schedule.PARTIAL)
     if kinds.shape[1] > 1 and problem.group > 1:
         by_head = kinds.astype(jnp.int32)
         grouped = kinds.reshape(kinds.shape[0], problem.num_kv_heads, problem.group, *kinds.shape[2:])

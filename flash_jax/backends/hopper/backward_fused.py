@@ -107,6 +107,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                 meet(both_bar)
                 if wg == 0:
                     pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
+                seen = adds.pass_on(i)
 
                 def query_gradient(dq_acc):
                     if half_rows:
@@ -117,10 +118,10 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                         out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
                     plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
                     dq_half = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    adds.reuse(i)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     dq_s[wg] = dq_half
                     plgpu.commit_smem()
-                    adds.begin(i)
+                    adds.await_turn(i, seen)
                     plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
 
                 pl.run_scoped(query_gradient, plgpu.ACC((WARPGROUP_ROWS, 64), jnp.float32))

@@ -71,16 +71,13 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def zero(i):
             return opaque_zero(i + kv_tile)
 
-        def add_dq(adds, i, chunk: int, dq_chunk):
+        def add_dq(adds, seen, i, chunk: int, dq_chunk):
             head, tile = walk(i)
-            if chunk == 0:
-                adds.reuse(i)
-            else:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             dq_s[adds.wg] = dq_chunk
             plgpu.commit_smem()
             if chunk == 0:
-                adds.begin(i)
+                adds.await_turn(i, seen)
             out = dq_g.at[b, pl.ds(tile * BLOCK_Q, BLOCK_Q), head, columns(adds.wg, chunk)]
             plgpu.copy_smem_to_gmem(dq_s.at[adds.wg], out, reduction_op="add")
 
@@ -150,6 +147,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     plgpu.wgmma(dv_acc, p16, dout_s.at[0])
                     plgpu.barrier_wait(ds_bar)
                     pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load_query(i + 1))
+                    seen = adds.pass_on(i)
                     for chunk in range(_HALF // _CHUNK):
 
                         def query_gradient(dq_acc, chunk=chunk):
@@ -157,7 +155,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                             if chunk == 0:
                                 plgpu.wgmma_wait(1)
                                 pl.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
-                            add_dq(adds, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
+                            add_dq(adds, seen, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
                         pl.run_scoped(query_gradient, dq_chunk)
 
@@ -202,13 +200,14 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     if not clean:
                         plgpu.barrier_wait(q_bar.at[slot])
                     plgpu.barrier_wait(ds_bar)
+                    seen = adds.pass_on(i)
                     for chunk in range(_HALF // _CHUNK):
 
                         def query_gradient(dq_acc, chunk=chunk):
                             plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(1, chunk)])
                             if chunk == 0:
                                 plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
-                            add_dq(adds, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if chunk == 0 else 0))
+                            add_dq(adds, seen, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if chunk == 0 else 0))
 
                         pl.run_scoped(query_gradient, dq_chunk)
                     plgpu.wgmma_wait(0)

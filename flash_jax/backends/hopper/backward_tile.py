@@ -69,7 +69,8 @@ class Inputs(NamedTuple):
     turns: Any = None
 
 
-def _shared(ref, axis: int, index):
+def shared(ref, axis: int, index):
+    """The index on an axis, or 0 where the axis is 1."""
     return 0 if ref.shape[axis] == 1 else index
 
 
@@ -89,10 +90,7 @@ def grid(problem: Problem, inputs: Inputs, block_kv: int) -> tuple[tuple[int, ..
 def position(problem: Problem):
     """`(batch, kv_head, key tile)` of this block of threads."""
     head = lax.axis_index("section") * lax.axis_size("head") + lax.axis_index("head")
-    kv_tile = lax.axis_index("kv")
-    if problem.deterministic_backward:  # the order of `turns`
-        kv_tile = lax.axis_size("kv") - 1 - kv_tile
-    return lax.div(head, problem.num_kv_heads), lax.rem(head, problem.num_kv_heads), kv_tile
+    return lax.div(head, problem.num_kv_heads), lax.rem(head, problem.num_kv_heads), lax.axis_index("kv")
 
 
 class Walk:
@@ -102,12 +100,12 @@ class Walk:
         self.group, self.block_q, self.b, self.kv_head = problem.group, block_q, b, kv_head
         self.full_begin = self.full_end = self.row = self.turns = None
         if refs.turns is not None:
-            self.turns = refs.turns.at[_shared(refs.turns, 0, b), _shared(refs.turns, 1, kv_head), kv_tile]
+            self.turns = refs.turns.at[shared(refs.turns, 0, b), shared(refs.turns, 1, kv_head), kv_tile]
         if refs.lists is not None:
-            self.row = refs.lists.at[_shared(refs.lists, 0, b), _shared(refs.lists, 1, kv_head), kv_tile]
+            self.row = refs.lists.at[shared(refs.lists, 0, b), shared(refs.lists, 1, kv_head), kv_tile]
             self.begin, self.full_end, self.tiles = 0, self.row[0], self.row[1]
         elif refs.ranges is not None:
-            row = refs.ranges.at[_shared(refs.ranges, 0, b), kv_tile]
+            row = refs.ranges.at[shared(refs.ranges, 0, b), kv_tile]
             self.begin, self.full_begin, self.full_end = row[0], row[1], row[2]
             self.tiles = row[3] - self.begin
         else:
@@ -115,6 +113,8 @@ class Walk:
         self.steps = self.tiles * self.group
 
     def _split(self, i):
+        if self.turns is not None:  # see `turns`
+            return lax.rem(i, self.group), self.tiles - 1 - lax.div(i, self.group)
         head = lax.div(i, self.tiles) if self.group > 1 else 0
         return head, i - head * self.tiles
 
@@ -174,13 +174,13 @@ class ScoreTile:
     def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_tile, key_start):
         self.problem, self.refs, self.block_q = problem, refs, block_q
         self.b, self.kv_tile, self.key_start = b, kv_tile, key_start
-        self.scale = problem.scale if refs.scale is None else refs.scale[_shared(refs.scale, 0, b)]
+        self.scale = problem.scale if refs.scale is None else refs.scale[shared(refs.scale, 0, b)]
         self.q_lo, self.q_hi = self._keys(refs.q_lo), self._keys(refs.q_hi)
         self.kv_labels = self._keys(refs.kv_labels)
 
     def has_unseen_keys(self):
         unseen = self.refs.unseen_tiles
-        return unseen[_shared(unseen, 0, self.b), self.kv_tile] != 0
+        return unseen[shared(unseen, 0, self.b), self.kv_tile] != 0
 
     def keep_keys(self, *refs) -> None:
         """Zero the rows of K, V `[64, head_dim]` that no query sees."""
@@ -202,7 +202,7 @@ class ScoreTile:
     def _keys(self, ref):
         if ref is None:
             return None
-        return self._load(ref.at[_shared(ref, 0, self.b), pl.ds(self.key_start, WARPGROUP_ROWS)], KEYS)
+        return self._load(ref.at[shared(ref, 0, self.b), pl.ds(self.key_start, WARPGROUP_ROWS)], KEYS)
 
     def _beside_queries(self, row):
         return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, self.block_q), [1])
@@ -216,7 +216,7 @@ class ScoreTile:
 
     def _elements(self, ref, head, q_start):
         """A tile of `[1 | batch, 1 | heads, 1 | kv_pad, 1 | q_pad]` in global memory."""
-        ref = ref.at[_shared(ref, 0, self.b), _shared(ref, 1, head)]
+        ref = ref.at[shared(ref, 0, self.b), shared(ref, 1, head)]
         keys, queries = pl.ds(self.key_start, WARPGROUP_ROWS), pl.ds(q_start, self.block_q)
         one_key, one_query = ref.shape[0] == 1, ref.shape[1] == 1
         if one_key and one_query:
@@ -253,7 +253,7 @@ class ScoreTile:
         if keys is None:
             return lambda x: x
         rate, q_start = self.problem.dropout_rate, tile * self.block_q
-        row_keys = self.queries(keys.at[_shared(keys, 0, self.b), _shared(keys, 1, head), pl.ds(q_start, self.block_q)])
+        row_keys = self.queries(keys.at[shared(keys, 0, self.b), shared(keys, 1, head), pl.ds(q_start, self.block_q)])
         kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=KEYS) + self.key_start)
         kept = dropout.keep(row_keys, kv_ids, rate)
         return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
@@ -264,10 +264,10 @@ class ScoreTile:
             s = pipeline.keep_interval(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
         if self.kv_labels is not None:
             ref = self.refs.q_labels
-            q_labels = self.queries(ref.at[_shared(ref, 0, self.b), pl.ds(start, self.block_q)])
+            q_labels = self.queries(ref.at[shared(ref, 0, self.b), pl.ds(start, self.block_q)])
             s = jnp.where(q_labels == self._beside_keys(self.kv_labels), s, -jnp.inf)
         if self.refs.kinds is not None:
-            kind = self.refs.kinds.at[_shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
+            kind = self.refs.kinds.at[shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
             s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
         for ref in self.refs.dense:
             s = jnp.where(self._elements(ref, head, start) != 0, s, -jnp.inf)

@@ -1,0 +1,142 @@
+"""Gradient of the bias in its own shape: cotangents of the logits, summed over the axes that the bias shares, in a fixed order.
+
+A second pass with two of the backward's products. A block of threads, one warpgroup, owns a cell of the gradient, `[64, block_q]`,
+keys as rows, and walks what is added up in it:
+
+    S = K Q^T    P = exp2(logits(S) - lse)    dP = V dO^T    sum += P (dP - delta)      [64, block_q] in registers, float32
+
+While one product is at work the tiles of the other are copied; two blocks share a multiprocessor. A bias that is the same for all
+queries is summed over q tiles here and over batch and heads afterwards: `[batch, num_heads, kv_len]` in float32.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax.backends.hopper.backward_tile import KEYS, Inputs, ScoreTile, opaque_zero, shared
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
+from flash_jax.problem import Problem
+from flash_jax.schedule import EMPTY
+
+BLOCK_KV = WARPGROUP_ROWS
+
+
+def block_q(problem: Problem, head_dim: int) -> int:
+    """Queries of a cell; a block map knows multiples of the other kernels' 64."""
+    return 64 if head_dim == 256 or problem.mask.block_sizes else 128
+
+
+def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
+    """Sums of the cotangents of the logits, `[1 | batch, 1 | num_heads, kv_pad, 1 | q_pad]`.
+
+    Axes that the bias shares are summed over, but batch and heads are not where the bias is the same for all queries.
+    kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]` of `schedule`, or None where all tiles are visible.
+    """
+    head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
+    rows = block_q(problem, head_dim)
+    q_pad, kv_pad = inputs.pivot.shape[2], -(-problem.kv_len // BLOCK_KV) * BLOCK_KV
+    by_query = problem.bias_shape[2] != 1
+    whole = (problem.batch, problem.num_heads, q_pad // rows)
+    own = (*problem.bias_shape[:2], whole[2]) if by_query else (*whole[:2], 1)  # cells, without those of other keys
+    steps = tuple(n // m for n, m in zip(whole, own, strict=True))
+    num_steps = steps[0] * steps[1] * steps[2]
+    out_dtype = problem.bias_dtype if by_query and problem.bias_dtype.itemsize == 2 else jnp.float32
+    leaves, tree = jax.tree.flatten((inputs, kinds))
+
+    def body(*refs, k_s, q_s, pivot_s, v_s, dout_s, delta_s, scores_bar, dp_bar):
+        *input_refs, out_g = refs
+        g, kinds_g = jax.tree.unflatten(tree, input_refs)
+        kv_tile = lax.axis_index("kv")
+        keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
+        cell = _split(lax.axis_index("cell"), own)
+
+        def at(step):
+            """Batch entry, query head, q tile."""
+            return tuple(first * n + rest for first, n, rest in zip(cell, steps, _split(step, steps), strict=True))
+
+        def visible(step):
+            b, head, tile = at(step)
+            return kinds_g[shared(kinds_g, 0, b), shared(kinds_g, 1, head), kv_tile, tile] != EMPTY
+
+        def next_visible(step):
+            if kinds_g is None:
+                return step
+            return lax.while_loop(
+                lambda n: (n < num_steps) & jnp.logical_not(visible(jnp.minimum(n, num_steps - 1))), lambda n: n + 1, step
+            )
+
+        def load(step, keys_g, queries_g, numbers_g, keys_s, queries_s, numbers_s, barrier):
+            b, head, tile = at(step)
+            queries = pl.ds(tile * rows, rows)
+            plgpu.copy_gmem_to_smem(keys_g.at[b, keys, lax.div(head, problem.group)], keys_s.at[0], barrier)
+            plgpu.copy_gmem_to_smem(queries_g.at[b, queries, head], queries_s.at[0], barrier)
+            plgpu.copy_gmem_to_smem(numbers_g.at[b, head, queries], numbers_s, barrier)
+
+        def load_for_scores(step):
+            pl.when(step < num_steps)(lambda: load(step, g.key, g.query, g.pivot, k_s, q_s, pivot_s, scores_bar))
+
+        def load_for_dp(step):
+            pl.when(step < num_steps)(lambda: load(step, g.value, g.dout, g.delta, v_s, dout_s, delta_s, dp_bar))
+
+        def one(carry):
+            step, total = carry
+            b, head, tile = at(step)
+            following = next_visible(step + 1)
+            tile_math = ScoreTile(problem, g, rows, b, kv_tile, kv_tile * BLOCK_KV)
+            zero = opaque_zero(step + kv_tile)
+
+            def products(s_acc, dp_acc):
+                plgpu.barrier_wait(scores_bar)
+                plgpu.wgmma(s_acc, k_s.at[zero], q_s.at[zero].transpose((1, 0)))
+                plgpu.barrier_wait(dp_bar)
+                plgpu.wgmma(dp_acc, v_s.at[zero], dout_s.at[zero].transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                p, _ = tile_math.weights(s, pivot_s, head, tile, kinds_g is not None, tile_math.bias(head, tile))
+                plgpu.commit_smem()
+                load_for_scores(following)
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                dlogits = tile_math.dscores(p, tile_math.dropout(head, tile)(dp), delta_s)
+                plgpu.commit_smem()
+                load_for_dp(following)
+                return jnp.where(p == 0, 0.0, dlogits)  # what no query sees may be infinite or NaN
+
+            accumulator = plgpu.ACC((BLOCK_KV, rows), jnp.float32)
+            return following, total + pl.run_scoped(products, accumulator, accumulator)
+
+        first = next_visible(jnp.int32(0))
+        load_for_scores(first)
+        load_for_dp(first)
+        nothing = plgpu.layout_cast(jnp.zeros((BLOCK_KV, rows), jnp.float32), WGMMA)
+        _, total = lax.while_loop(lambda carry: carry[0] < num_steps, one, (first, nothing))
+        b, head, tile = cell
+        if by_query:
+            out_g.at[b, head, keys, pl.ds(tile * rows, rows)][...] = total.astype(out_dtype)
+        else:
+            out_g.at[b, head, keys, 0][...] = plgpu.layout_cast(total.sum(axis=1), KEYS)
+
+    matrices = {"k_s": BLOCK_KV, "q_s": rows, "v_s": BLOCK_KV, "dout_s": rows}
+    scratch = {name: swizzled((1, length, head_dim), dtype) for name, length in matrices.items()}
+    scratch |= {name: plgpu.SMEM((rows,), jnp.float32) for name in ("pivot_s", "delta_s")}
+    scratch |= {name: plgpu.Barrier(num_arrivals=3) for name in ("scores_bar", "dp_bar")}
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((own[0], own[1], kv_pad, q_pad if by_query else 1), out_dtype),
+        grid=(own[0] * own[1] * own[2], kv_pad // BLOCK_KV),
+        grid_names=("cell", "kv"),
+        num_threads=1,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name=f"flash_attention_dbias_d{head_dim}",
+    )
+    return kernel(*leaves)
+
+
+def _split(n, sizes: tuple[int, int, int]):
+    """A running number as three indices, the last one fastest."""
+    rest = lax.div(n, jnp.int32(sizes[2]))
+    return lax.div(rest, jnp.int32(sizes[1])), lax.rem(rest, jnp.int32(sizes[1])), lax.rem(n, jnp.int32(sizes[2]))
