@@ -158,7 +158,7 @@ def visits(problem, tiles, kinds=None):
             pl.pallas_call(
                 kernel,
                 grid=(num_q,),
-                in_specs=[] if kinds is None else [pl.BlockSpec((1, 1, tiles.tiles_resident), lambda i: (i, 0, 0))],
+                in_specs=[] if kinds is None else [pl.BlockSpec((1, 1, tiles.tiles_resident + 2), lambda i: (i, 0, 0))],
                 out_specs=pl.BlockSpec((tiles.block_q, kv_len), lambda i: (i, 0)),
                 out_shape=jax.ShapeDtypeStruct((num_q * tiles.block_q, kv_len), jnp.int32),
             )(*([] if kinds is None else [kinds]))
@@ -212,7 +212,7 @@ def test_tiles_of_packed_sequences_are_skipped():
     request = api.prepare(**BY_NAME["packed"].build()[0])
     tiles = Tiles(16, 16, 80)
     kinds = plan.kinds(request.problem, tiles, request.operands)
-    assert kinds.shape == (2, 1, 5, 1, 5)
+    assert kinds.shape == (2, 1, 5, 1, 7)
     by_tile = visits(request.problem, tiles, kinds[0, 0]).reshape(5, 16, 5, 16).max((1, 3))
     starts = np.searchsorted([0, 20, 21, 50, 64], np.arange(80), side="right")  # sequences of the first batch entry, and its padding
     visible = (starts[:, None] == starts) & np.tri(80, dtype=bool)

@@ -48,12 +48,17 @@ class Config:
 
 
 class _Preferred(NamedTuple):
-    """Of forward or backward; piece: rows of a piece, see `Tiles.pieces`."""
+    """Of forward or backward.
+
+    piece: rows of a piece, see `Tiles.pieces`.
+    by_label: most rows and keys of a tile where labels decide: of such tiles no part is skipped.
+    """
 
     block_q: int
     block_kv: int
     unroll: int
     piece: int
+    by_label: int = 512
 
 
 class _Generation(NamedTuple):
@@ -69,7 +74,7 @@ _GENERATIONS = {
     "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
     "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 2, 256)),
     "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
-    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024), _Preferred(2048, 1024, 1, 256)),
+    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024, 1024), _Preferred(2048, 1024, 1, 256)),
     "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1, 512), _Preferred(1024, 512, 1, 256)),
 }
 _KINDS = {
@@ -103,7 +108,10 @@ def default_config(problem: Problem, device: Device) -> Config:
 
 
 def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool) -> Tiles:
-    block_q, block_kv, unroll, piece = preferred
+    block_q, block_kv, unroll, piece, by_label = preferred
+    rule = problem.mask.rule
+    if problem.mask.has_labels:
+        block_q, block_kv = min(block_q, by_label), min(block_kv, by_label)
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
     columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
@@ -127,7 +135,6 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     block_kv = _even(problem.kv_len, block_kv, LANES)
     most = max(left() // (a_key + 2 * columns * block_q) // block_kv, 1)
     tiles = max(num_tiles(problem.kv_len, block_kv), 1)
-    rule = problem.mask.rule
     if rule is not None and rule.left is not None and rule.right is not None and rule.left + rule.right < 2 * block_q:
         piece = NARROW
     pieces = max(block_q // piece, 1)

@@ -18,7 +18,7 @@ from flash_jax import schedule, softmax
 from flash_jax.backends.tpu import plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
-from flash_jax.backends.tpu.tile import NN, NT, Tile, dot
+from flash_jax.backends.tpu.tile import NN, NT, Tile, clean, dot
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -62,16 +62,18 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
         if unit is None:
             s, _ = tile.logits(qk)
             s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+            used = tile.used_keys(s, visible)
             m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
             p = softmax.probs(s, pivot, lambda row: wide(row, width))
         else:
             qk = qk if visible is None else jnp.where(visible, qk, -jnp.inf)
+            used = tile.used_keys(qk, visible)
             m = jnp.maximum(m_ref[rows, :], qk.max(1, keepdims=True))
             alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
             p = jnp.exp2((qk - wide(m, width)) * unit)
         m_ref[rows, :] = m
         l_ref[rows, :] = l_ref[rows, :] * alpha + _by_lane(p, lanes)
-        v = tile.clean(refs.value[tile.slice, :], visible, of_keys=True)
+        v = clean(refs.value[tile.slice, :], used)
         acc_ref[rows, :] = acc_ref[rows, :] * wide(alpha, problem.v_head_dim) + dot(problem, tile.drop(p), v, NN)
 
     plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)

@@ -27,7 +27,7 @@ class Arrays(NamedTuple):
     """What a kernel reads (arrays, then their refs). Axes of 1 are shared; `len` is padded to whole tiles.
 
     query `[batch, heads, q_len, head_dim]`; key, value `[batch, kv_heads, kv_len, head_dim | v_head_dim]`.
-    kinds: int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles]`, or None where the static rule is the whole mask.
+    kinds: int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles + 2]`, see `plan.kinds`, or None where the static rule is the whole mask.
     first_tile: int32 `[1]`, number of the first resident key tile of a slice of the keys, or None.
     dout `[batch, heads, q_len, v_head_dim]`; pivot, weight, delta `[batch, heads, 1, q_len]`: for the backward.
     The rest as in `Operands` and `MaskOperands`, a row of numbers having an axis of 1 before it.

@@ -126,7 +126,8 @@ def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Call
             pl.when(kind == schedule.PARTIAL)(lambda: tile(j, True))
             pl.when(kind == schedule.FULL)(lambda: tile(j, False))
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(resident), by_kind, None)
+        begin, end = (jnp.clip(kinds_ref[0, kinds_ref.shape[1] - n] - first_tile, 0, resident) for n in (2, 1))
+        lax.fori_loop(begin, end, by_kind, None)
         return
 
     masked, full = functools.partial(tile, masked=True), functools.partial(tile, masked=False)
@@ -173,7 +174,10 @@ def _unrolled(begin, times, unroll: int, body) -> None:
 
 
 def kinds(problem: Problem, tiles: Tiles, operands: Operands) -> Array | None:
-    """int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles]` (padded with EMPTY to whole slices of the keys), or None when static."""
+    """int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles + 2]`, or None when static.
+
+    Padded with EMPTY to whole slices of the keys; the last two are the first visited tile and one past the last.
+    """
     if is_static(problem):
         return None
     mask, spec = operands.mask, problem.mask
@@ -188,7 +192,9 @@ def kinds(problem: Problem, tiles: Tiles, operands: Operands) -> Array | None:
     terms += [_function_kinds(problem, tiles, operands, n) for n in range(len(spec.functions))]
     joined = functools.reduce(jnp.minimum, terms).astype(jnp.int32)
     missing = -joined.shape[-1] % tiles.tiles_resident
-    return jnp.pad(joined, [(0, 0)] * 3 + [(0, missing)])[:, :, :, None]
+    r = schedule.ranges_of_kinds(joined)
+    parts = jnp.pad(joined, [(0, 0)] * 3 + [(0, missing)]), r.begin[..., None], r.end[..., None]
+    return jnp.concatenate(parts, -1)[:, :, :, None]
 
 
 def _function_kinds(problem: Problem, tiles: Tiles, operands: Operands, n: int) -> Array:

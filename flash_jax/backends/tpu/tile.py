@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout
 from flash_jax.backends.tpu import plan
-from flash_jax.backends.tpu.config import Tiles
+from flash_jax.backends.tpu.config import LANES, Tiles
 from flash_jax.backends.tpu.launch import Arrays, Ids
 from flash_jax.logits import logits
 from flash_jax.problem import Problem
@@ -31,8 +31,8 @@ def dot(problem: Problem, a: Array, b: Array, axes) -> Array:
 def across(x: Array) -> Array:
     """Transpose `[1, n]` or `[n, 1]` of 32-bit numbers."""
     if x.shape[0] == 1:
-        return jnp.broadcast_to(x, (128, x.shape[1])).T[:, :1]
-    return jnp.broadcast_to(x, (x.shape[0], 128)).T[:1]
+        return jnp.broadcast_to(x, (LANES, x.shape[1])).T[:, :1]
+    return jnp.broadcast_to(x, (x.shape[0], LANES)).T[:1]
 
 
 def transpose(x: Array) -> Array:
@@ -60,7 +60,11 @@ class Tile:
 
     def _row(self, ref) -> Array:
         x = ref[:, self.rows]
-        return x if self.keys_first else across(x)
+        if self.keys_first:
+            return x
+        if self.num_keys % LANES:
+            return across(x)
+        return jnp.tile(jnp.broadcast_to(x, (LANES, self.num_rows)).T, (1, self.num_keys // LANES))
 
     def _key(self, ref) -> Array:
         x = ref[:, self.slice]
@@ -180,14 +184,20 @@ class Tile:
         problem = self.problem
         return problem.bias_shape is not None or not plan.is_static(problem) or plan.unseen(problem.mask.rule, problem.q_len)[of_keys]
 
-    def clean(self, x: Array, visible: Array | None, *, of_keys: bool) -> Array:
-        """Zero the keys that no row of the tile sees, or the rows that see no key: what padding holds must not meet 0 * NaN.
+    def used_keys(self, s: Array, visible: Array | None) -> Array | None:
+        """Booleans `[width, 1]`: keys that a row of the tile sees, from scores that are -inf where hidden; None: all of them."""
+        if visible is None or not self._hides(of_keys=True):
+            return None
+        used = s.max(1 if self.keys_first else 0, keepdims=True)
+        return (used if self.keys_first else across(used)) > -jnp.inf
 
-        `x` is `[width | rows, dim]`.
-        """
-        if visible is None or not self._hides(of_keys):
-            return x
-        axis = 1 if of_keys == self.keys_first else 0
-        used = jnp.where(visible, 1.0, 0.0).max(axis, keepdims=True)
-        used = used if axis == 1 else across(used)
-        return jnp.where(used > 0, x.astype(jnp.float32), 0).astype(x.dtype)
+    def used_rows(self, visible: Array | None) -> Array | None:
+        """Booleans `[rows, 1]`: rows that see a key, here or elsewhere, from the pivot of the backward; None: all of them."""
+        if visible is None or not self._hides(of_keys=False):
+            return None
+        return across(self.refs.pivot[:, self.rows]) < jnp.inf
+
+
+def clean(x: Array, used: Array | None) -> Array:
+    """Zero what is not used: what padding holds must not meet 0 * NaN. `x` is `[width | rows, dim]`."""
+    return x if used is None else jnp.where(used, x.astype(jnp.float32), 0).astype(x.dtype)
