@@ -1,15 +1,19 @@
 """Simulated cycles of the TPU kernels, side by side with jax's splash and flash attention: no TPU is needed, and none is measured.
 
-    python benchmarks/tpu_static.py                        the table: forward and backward, full, causal and window, on v5e and v6e
+    python benchmarks/tpu_static.py                        the table on v5e and v6e; about an hour on one core
+    python benchmarks/tpu_static.py --only 'ours.*causal'  some of it
     python benchmarks/tpu_static.py --tiles --only causal  our kernels over candidate tiles
-    python benchmarks/tpu_static.py --generations v5p
+    python benchmarks/tpu_static.py --generations v5p --save rows.json
 
 libtpu compiles each kernel ahead of time and simulates the program bundle by bundle, with stalls and a model of DMA. It needs
 `pip install "jax[tpu]"`. One head is simulated (on v5p two, one a core). Its traps, and what guards against them:
 
-* scalar prefetch is not simulated, so splash's schedule is given as arithmetic on the grid; ours is arithmetic already;
+* tables of tiles in scalar memory are not simulated, so splash's schedule is given as arithmetic on the grid. Ours is arithmetic
+  already, but for packed sequences and block maps (`packed`, `half` to `sixteenth`): their table is replaced alike;
 * v4 and 7x cycles are refused: the first aborts, the second has shown impossible values;
 * more MXU use than 100 % is refused; and a causal kernel must cost 0.9 to 1.4 times its share of tiles of the full one.
+
+The first load of keys and values is in the figures, because one head is simulated: with several heads it is hidden.
 """
 
 import argparse
@@ -39,22 +43,82 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 HEAD_DIM = 128
-LENGTHS = {"full": 4096, "causal": 8192, "window": 8192}
-WINDOW = 1024
+WINDOW, DOCUMENT = 1024, 1024
+SPARSE = {"dense": 1, "half": 2, "quarter": 4, "eighth": 8, "sixteenth": 16}  # one of so many blocks of the map is visible
+MASKS = ("full", "causal", "window", "packed", *SPARSE)
+
+
+def length(mask: str) -> int:
+    return 16384 if mask in SPARSE else 8192
 
 
 def visible_scores(mask: str) -> float:
-    n = LENGTHS[mask]
-    return {"full": n * n, "causal": n * (n + 1) / 2, "window": n * WINDOW - WINDOW * (WINDOW - 1) / 2}[mask]
+    n = length(mask)
+    if mask in SPARSE:
+        return n * n / SPARSE[mask]
+    triangle = lambda n: n * (n + 1) / 2
+    return {
+        "full": n * n,
+        "causal": triangle(n),
+        "window": n * WINDOW - triangle(WINDOW - 1),
+        "packed": n / DOCUMENT * triangle(DOCUMENT),
+    }[mask]
 
 
 def arrays(mask, heads, heads_first):
     import jax
     import jax.numpy as jnp
 
-    n = LENGTHS[mask]
+    n = length(mask)
     x = jax.ShapeDtypeStruct((heads, n, HEAD_DIM) if heads_first else (1, n, heads, HEAD_DIM), jnp.bfloat16)
     return x, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+
+
+class Kinds:
+    """Stands in for the table of kinds of a q tile, by arithmetic on the tile's numbers, which the simulator can follow."""
+
+    def __init__(self, mask, tiles, i):
+        self.mask, self.tiles, self.i = mask, tiles, i
+        self.shape = (1, tiles.tiles_resident + 2)  # the last two: first visited tile and one past the last
+
+    def __getitem__(self, at):
+        import jax.numpy as jnp
+
+        from flash_jax import schedule
+
+        j, (block_q, block_kv) = at[1], (self.tiles.block_q, self.tiles.block_kv)
+        of_range = j if isinstance(j, int) else None
+        if self.mask in SPARSE:
+            if of_range is not None:
+                return (0, self.tiles.tiles_resident)[of_range - self.shape[1]]
+            return jnp.where((self.i + j) & (SPARSE[self.mask] - 1) == 0, schedule.FULL, schedule.EMPTY)
+        document = lambda n: n >> (DOCUMENT.bit_length() - 1)
+        first, last = self.i * block_q, self.i * block_q + block_q - 1
+        if of_range is not None:
+            log = block_kv.bit_length() - 1
+            return (document(first) * DOCUMENT >> log, (last >> log) + 1)[of_range - self.shape[1]]
+        keys = j * block_kv, j * block_kv + block_kv - 1
+        some = (keys[0] <= last) & (document(keys[1]) >= document(first))
+        every = (keys[1] <= first) & (document(keys[0]) == document(last))
+        return jnp.where(some, jnp.where(every, schedule.FULL, schedule.PARTIAL), schedule.EMPTY)
+
+
+def by_arithmetic_kinds(mask, function):
+    """`function` with the table of kinds replaced, which in these masks is data."""
+    from flash_jax.backends.tpu import plan
+
+    def run(*args):
+        visit, kinds = plan.visit, plan.kinds
+        plan.kinds = lambda problem, tiles, operands: None
+        plan.visit = lambda problem, tiles, ids, first_tile, _, step: visit(
+            problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), step
+        )
+        try:
+            return function(*args)
+        finally:
+            plan.visit, plan.kinds = visit, kinds
+
+    return function if mask in ("full", "causal", "window") else run
 
 
 def ours(generation, heads, tiles=None):
@@ -70,14 +134,20 @@ def ours(generation, heads, tiles=None):
     device = Device("tpu", GENERATIONS[generation][2])
 
     def cases(mask, tiles):
-        n = LENGTHS[mask]
-        rule = {"full": RowRule(n), "causal": RowRule(n, right=0), "window": RowRule(n, left=WINDOW - 1, right=0)}[mask]
-        problem = Problem(1, n, n, heads, heads, HEAD_DIM, HEAD_DIM, np.dtype(jnp.bfloat16), MaskSpec(rule), HEAD_DIM**-0.5)
+        n = length(mask)
+        rule = RowRule(n, left=WINDOW - 1 if mask == "window" else None, right=0 if mask in ("causal", "window", "packed") else None)
+        blocks = [None] * (mask in SPARSE)
+        spec = MaskSpec(rule, has_labels=mask == "packed", block_sizes=((1024, 1024),) * len(blocks))
+        problem = Problem(1, n, n, heads, heads, HEAD_DIM, HEAD_DIM, np.dtype(jnp.bfloat16), spec, HEAD_DIM**-0.5)
         config = tpu.BACKEND.default_config(problem, device)
         if tiles:
-            tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2])
+            tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2], tiles[0] // tiles[3])
             config = tpu.Config(tiles, tiles, config.vmem)
-        operands = lambda q, k, v: Operands(q, k, v, None, None, MaskOperands(), None)
+
+        def operands(q, k, v):
+            labels = jnp.arange(n, dtype=jnp.int32)[None] // DOCUMENT if mask == "packed" else None
+            maps = tuple(jnp.ones((1, 1, n // 1024, n // 1024), bool) for _ in blocks)
+            return Operands(q, k, v, None, None, MaskOperands(q_labels=labels, kv_labels=labels, blocks=maps), None)
 
         def forward(q, k, v):
             return tpu.BACKEND.forward(problem, config, operands(q, k, v))
@@ -87,16 +157,16 @@ def ours(generation, heads, tiles=None):
             return tuple(gradients.values())
 
         x, row = arrays(mask, heads, heads_first=False)
-        chosen = lambda t: f"{t.block_q}/{t.block_kv}/{t.unroll}"
+        chosen = lambda t: f"{t.block_q}/{t.block_kv}/{t.unroll}/{t.pieces}"
         return {
-            f"ours forward {mask} {chosen(config.forward)}": (forward, (x, x, x)),
-            f"ours backward {mask} {chosen(config.backward)}": (backward, (x, x, x, x, row, x)),
+            f"ours forward {mask} {chosen(config.forward)}": (by_arithmetic_kinds(mask, forward), (x, x, x)),
+            f"ours backward {mask} {chosen(config.backward)}": (by_arithmetic_kinds(mask, backward), (x, x, x, x, row, x)),
         }
 
     candidates = [None]
     if tiles:
-        candidates = [t for t in itertools.product((512, 1024, 2048), (512, 1024), (1, 2)) if t[1] * t[2] <= 1024]
-    return {name: case for mask in LENGTHS for t in candidates for name, case in cases(mask, t).items()}
+        candidates = [t for t in itertools.product((512, 1024, 2048), (512, 1024, 2048), (1, 2), (256, 512, 1024)) if t[1] * t[2] <= 2048]
+    return {name: case for mask in MASKS for t in candidates if not t or t[3] <= t[0] for name, case in cases(mask, t).items()}
 
 
 def splash(heads):
@@ -132,7 +202,7 @@ def splash(heads):
 
     def cases(mask, blocks):
         causal, (x, row) = mask == "causal", arrays(mask, heads, heads_first=True)
-        mask_info = info.MaskInfo(None, None, None, None, jnp.arange(LENGTHS[mask], dtype=jnp.int32) if causal else None)
+        mask_info = info.MaskInfo(None, None, None, None, jnp.arange(length(mask), dtype=jnp.int32) if causal else None)
         function = (lambda q, k: q >= k) if causal else None
 
         def forward(q, k, v):
@@ -233,6 +303,7 @@ def main():
     parser.add_argument("--generations", default="v5e,v6e", help="of v5e, v5p, v6e")
     parser.add_argument("--only", default="", help="regular expression on the names")
     parser.add_argument("--tiles", action="store_true", help="our kernels over candidate tiles")
+    parser.add_argument("--save", help="a JSON file for the rows")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -240,31 +311,73 @@ def main():
         print(json.dumps(simulate(name, generation, options.tiles, folder)), flush=True)
         os._exit(0)  # libtpu's threads outlive the interpreter
     os.environ.update(ENVIRONMENT)
-    print(f"Simulated cycles of one head of {HEAD_DIM} (v5p: two), bfloat16, {LENGTHS}; {libtpu_version()}. No TPU was measured.")
-    print(f"{'':6}{'':46}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}")
-    full = {}
+    title = f"Simulated cycles, one head of {HEAD_DIM} (v5p: two), bfloat16, length {length('full')}, block maps {length('half')}"
+    title = f"{title}; {libtpu_version()}. No TPU was measured."
+    print(title, f"{'':50}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}", sep="\n", flush=True)
+    rows = []
     for generation in options.generations.split(","):
         if generation not in GENERATIONS:
             parser.error(f"cycles of {generation} are not simulated; choose of {', '.join(GENERATIONS)}.")
-        heads = 2 if generation == "v5p" else 1
         for name in cases(generation, options.tiles):
-            if not re.search(options.only, name):
-                continue
-            result = run(name, generation, options.tiles)
-            if "error" in result:
-                print(f"{generation:6}{name:46} {result['error']}", flush=True)
-                continue
-            cycles = result["cycles"]
-            kernel = sum(c for n, c in cycles.items() if not n.startswith(("fusion", "copy", "transpose", "bitcast")))
-            who, phase, mask, tiling = name.split()
-            use = {"forward": 2, "backward": 5}[phase] * visible_scores(mask) * HEAD_DIM * heads / (kernel * GENERATIONS[generation][1])
-            note = "  impossible: more than the MXU can do" if use > 1 else ""
-            if mask == "full":
-                full[generation, who, phase, tiling] = kernel
-            elif mask == "causal" and (generation, who, phase, tiling) in full:
-                share = kernel / (full[generation, who, phase, tiling] * (LENGTHS[mask] / LENGTHS["full"]) ** 2 / 2)
-                note += "" if 0.9 <= share <= 1.4 else f"  suspicious: {share:.2f} of half of full"
-            print(f"{generation:6}{name:46}{kernel:12,}{sum(cycles.values()):14,}{100 * use:8.1f}{result['spills']:8}{note}", flush=True)
+            if re.search(options.only, name):
+                rows.append(row_of(name, generation, options.tiles))
+                print(line_of(rows[-1], rows), flush=True)
+    for line in best_of_each(rows):
+        print(line)
+    if options.save:
+        with open(options.save, "w") as file:
+            json.dump({"title": title, "rows": rows}, file, indent=1)
+
+
+def row_of(name, generation, tiles) -> dict:
+    who, phase, mask, tiling = name.split()
+    row = {"generation": generation, "who": who, "phase": phase, "mask": mask, "tiles": tiling}
+    result = run(name, generation, tiles)
+    if "error" in result:
+        return row | result
+    cycles = result["cycles"]
+    kernel = sum(c for n, c in cycles.items() if re.search("flash|splash|attention", n))
+    if not kernel:
+        return row | {"error": f"no kernel among {sorted(cycles)}"}
+    work = {"forward": 2, "backward": 5}[phase] * visible_scores(mask) * HEAD_DIM * (2 if generation == "v5p" else 1)
+    use = work / (kernel * GENERATIONS[generation][1])
+    if use > 1:
+        return row | {"error": f"impossible: {kernel} cycles would be {100 * use:.0f} % of what the MXU can do"}
+    return row | {"kernel": kernel, "with_xla_ops": sum(cycles.values()), "mxu_percent": round(100 * use, 1), "spills": result["spills"]}
+
+
+def line_of(row, rows) -> str:
+    name = f"{row['generation']:6}{' '.join(row[n] for n in ('who', 'phase', 'mask', 'tiles')):44}"
+    if "error" in row:
+        return f"{name}{row['error']}"
+    note = ""
+    for full in rows:
+        if (
+            row["mask"] == "causal"
+            and "kernel" in full
+            and full == full | {n: row[n] for n in ("generation", "who", "phase")} | {"mask": "full"}
+        ):
+            share = 2 * row["kernel"] / full["kernel"]
+            note = "" if 0.8 <= share <= 1.4 else f"  suspicious: {share:.2f} of half of full"
+    return f"{name}{row['kernel']:12,}{row['with_xla_ops']:14,}{row['mxu_percent']:8.1f}{row['spills']:8}{note}"
+
+
+def best_of_each(rows) -> list[str]:
+    """Ours over the best of the others; and block maps beside the dense one."""
+    lines = ["", "ours / the best of the others"]
+    best = {}
+    for row in rows:
+        key = row["generation"], row["phase"], row["mask"], row["who"] == "ours"
+        if "kernel" in row and row["kernel"] < best.get(key, {"kernel": float("inf")})["kernel"]:
+            best[key] = row
+    for key, mine in best.items():
+        other = best.get((*key[:3], False))
+        if key[3] and other:
+            lines.append(f"{' '.join(key[:3]):24}{mine['kernel'] / other['kernel']:6.3f}  of {other['who']} {other['tiles']}")
+        dense = best.get((*key[:2], "dense", True))
+        if key[3] and dense and key[2] in SPARSE:
+            lines.append(f"{' '.join(key[:3]):24}{mine['kernel'] / dense['kernel']:6.3f}  of dense, {1 / SPARSE[key[2]]:.4f} of its scores")
+    return lines
 
 
 if __name__ == "__main__":
