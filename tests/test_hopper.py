@@ -228,6 +228,45 @@ def test_short_queries(name):
         assert_as_exact_as_unfused(part, np.asarray(x.astype(np.float32)), unfused[part], expected[part], dtype)
 
 
+@pytest.mark.parametrize("shared", [(2, 2), (1, 2), (2, 1), (1, 1)], ids=str)
+def test_labels_are_found_sorted_or_not(shared):
+    random = np.random.default_rng(1)
+    q_labels, kv_labels = (random.integers(0, 90, (batch, length), dtype=np.int32) for batch, length in zip(shared, (40, 70), strict=True))
+    got = host._found(jax.numpy.asarray(q_labels), jax.numpy.asarray(kv_labels))
+    np.testing.assert_array_equal(got, (kv_labels[:, :, None] == q_labels[:, None, :]).any(-1))
+    assert got.any()
+    assert not got.all()
+
+
+BEYOND_LIMITS = {
+    "heads past a grid axis": ((3000, 64, 32, 64), 1),
+    "more than 2^31 elements": ((8, 65536, 64, 128), 0),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_LIMITS)
+def test_large_shapes_lower_without_being_allocated(name):
+    """The forward has one block of threads a multiprocessor, whatever the shape; the table has every tile once."""
+    shape, causal = BEYOND_LIMITS[name]
+    x = jax.ShapeDtypeStruct(shape, "bfloat16")
+    tables = []
+
+    def run(q, k, v):
+        request = api.prepare(q, k, v, is_causal=bool(causal))
+        config = hopper.BACKEND.default_config(request.problem, H200)
+        tables.append((request.problem, config))
+        return launch.out_and_lse(request.problem, config, request.operands)
+
+    with mock.patch.object(work, "deal", wraps=work.deal) as deal:
+        text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 1
+    (problem, config), (steps, *sizes) = tables[0], deal.call_args.args
+    assert problem.batch * problem.num_heads > 65535 or x.size > 2**31
+    entries = work.deal(steps, *sizes)
+    assert len(entries) == launch.MULTIPROCESSORS
+    assert (entries[..., 0] >= 0).sum() == problem.batch * problem.num_heads * -(-problem.q_len // config.block_q)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lowers_for_a_gpu(head_dim):
     x = jax.ShapeDtypeStruct((1, 300, 4, head_dim), "bfloat16")

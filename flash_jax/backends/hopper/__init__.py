@@ -10,7 +10,7 @@ import jax
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import Operands, Problem
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "is_hopper"]
 
 Array = jax.Array
 
@@ -18,9 +18,14 @@ _CARDS = ("H100", "H200", "H800", "H20", "GH200")
 _MISCOMPILING_CUDA = (12080, 12091)  # from, below: ptxas of these runtimes miscompiles the masked loop
 
 
+def is_hopper(device: Device) -> bool:
+    """Whether the kernels are for this card."""
+    return device.platform == "gpu" and any(card in device.kind.split() for card in _CARDS)
+
+
 def why_not(problem: Problem, device: Device) -> str | None:
     """See `base.Backend.why_not`."""
-    if device.platform != "gpu" or not any(card in device.kind.split() for card in _CARDS):
+    if not is_hopper(device):
         return f"device: the kernels are for NVIDIA Hopper cards ({', '.join(_CARDS)}), got {device.kind} ({device.platform})."
     from flash_jax.backends.hopper import backward, launch
 

@@ -60,13 +60,26 @@ def seen_keys(problem: Problem, operands: Operands) -> Array | None:
     if not isinstance(seen, np.ndarray) or not seen.all():
         terms.append(jnp.asarray(seen))
     if mask.q_labels is not None:
-        terms.append((mask.kv_labels[:, :, None] == mask.q_labels[:, None, :]).any(-1))
+        terms.append(_found(mask.q_labels, mask.kv_labels))
     for dense in mask.dense:
         terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
     terms += [functions.seen_keys(problem, operands, n) for n in range(len(mask.functions))]
     for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
     return functools.reduce(jnp.logical_and, terms) if terms else None
+
+
+def _found(q_labels: Array, kv_labels: Array) -> Array:
+    """Booleans `[1 | batch, kv_len]`: whether a row has the key's label, in O(n log n)."""
+
+    def one(q_labels, kv_labels):
+        place = jnp.searchsorted(q_labels, kv_labels, method="scan_unrolled")
+        return q_labels[jnp.minimum(place, q_labels.size - 1)] == kv_labels
+
+    q_labels = jnp.sort(q_labels, axis=-1)
+    if q_labels.shape[0] == kv_labels.shape[0]:
+        return jax.vmap(one)(q_labels, kv_labels)
+    return jax.vmap(one, (0, None))(q_labels, kv_labels[0]) if kv_labels.shape[0] == 1 else jax.vmap(one, (None, 0))(q_labels[0], kv_labels)
 
 
 def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndarray | Array | None:

@@ -32,13 +32,14 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def default_config(problem: Problem, device: Device) -> Config:
-    """What `tuning.search` found on this kind of card, else tiles that live in the registers; measured: benchmarks/results.
+    """What `tuning.search` found on this kind of card (`tuning/tables` names the results), else tiles that live in the registers.
 
     Short queries have tiles of their own, and so have mask functions, which want registers.
     """
     head_dim, v_head_dim = head_dims(problem)
     if packing.num_rows(problem) <= WARPGROUP_ROWS:  # what counts is how many bytes are in flight
-        return Config(1, 128 if head_dim == 64 else 64, stages={64: 4, 128: 5, 192: 3, 256: 2}[head_dim], take_turns=False)
+        block_kv, stages = {64: (128, 4), 128: (64, 5), 192: (64, 3), 256: (32, 4)}[head_dim]
+        return Config(1, block_kv, stages, take_turns=False, v_swizzle=min(128, 2 * block_kv))
     found = None if problem.mask.functions else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
     configs = _untuned(head_dim, v_head_dim, bool(problem.mask.functions))
     return next(config for config in ([Config(**found)] if found else []) + configs if _suits(config, problem))
