@@ -61,6 +61,12 @@ SLOW = [
     ("bias_shared_batch_hides", {"num_heads": 2, "num_kv_heads": 1}),
     ("soft_cap_bias", {"head_dim": 200}),
     ("v_head_dim", {}),
+    ("function_over_captured", {}),
+    ("function_with_operands", {"head_dim": 200}),
+    ("function_of_positions", {"q_len": 150, "kv_len": 150, "head_dim": 128}),
+    ("two_segmentations", ORDERED),
+    ("blocks", {"q_len": 150, "kv_len": 150}),
+    ("blocks_by_head", {"num_kv_heads": 2}),
     ("everything", {"num_heads": 4}),
 ]
 

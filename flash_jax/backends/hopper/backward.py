@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flash_jax import schedule
-from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, turns
+from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, blocks, functions, turns
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs
 from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
 from flash_jax.problem import Operands, Problem
@@ -27,12 +27,6 @@ def declines(problem: Problem) -> str | None:
         return f"head_dim and v_head_dim must be at most 256 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
     if problem.batch * problem.num_kv_heads > _MAX_GRID:
         return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
-    if problem.mask.functions:
-        return "mask: functions (Mask.from_function, a second pair of labels) are not evaluated in the backward."
-    block_q, block_kv = _tile(problem)
-    for sizes in problem.mask.block_sizes:
-        if sizes[0] % block_q or sizes[1] % block_kv:
-            return f"mask: Mask.from_blocks blocks must be multiples of {block_q} queries and {block_kv} keys in the backward, got {sizes}."
     return None
 
 
@@ -55,6 +49,7 @@ def backward(
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return {name: jnp.zeros_like(getattr(operands, name)) for name in wanted}
+    problem, operands = functions.hoist(problem, operands)
     gradients = {"bias": _dbias(problem, operands, out, lse, dout, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
@@ -103,7 +98,7 @@ def _dbias(problem: Problem, operands: Operands, out: Array, lse: Array, dout: A
         # The same number on all logits of a row: lse moves by it, and out does not move.
         by_row = jnp.where(lse == -jnp.inf, 0, dlse).transpose(0, 2, 1)[..., None]
         return _sum_to(by_row, problem.bias_shape).astype(problem.bias_dtype)
-    block_q = backward_bias.block_q(problem, _padded_head_dim(problem))
+    block_q = backward_bias.BLOCK_Q[_padded_head_dim(problem)]
     block_kv = backward_bias.BLOCK_KV
     inputs = _inputs(problem, operands, out, lse, dout, dlse, block_q, block_kv)
     kinds = None
@@ -162,6 +157,16 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
     return inputs._replace(
         lists=lists,
         kinds=kinds,
+        functions=tuple(
+            functions.as_words(function, arrays, {"query": q_pad, "key": kv_pad})
+            for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
+        ),
+        batch_ids=mask.batch_ids,
+        blocks={
+            n: blocks.as_bits(mask.blocks[n].swapaxes(-1, -2), sizes[0], q_pad)
+            for n, sizes in enumerate(problem.mask.block_sizes)
+            if sizes[0] % block_q or sizes[1] % block_kv
+        },
         q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
         kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(_elements(x.astype(jnp.int32), q_pad, kv_pad) for x in mask.dense),

@@ -21,11 +21,7 @@ from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
 
 BLOCK_KV = WARPGROUP_ROWS
-
-
-def block_q(problem: Problem, head_dim: int) -> int:
-    """Queries of a cell; a block map knows multiples of the other kernels' 64."""
-    return 64 if head_dim == 256 or problem.mask.block_sizes else 128
+BLOCK_Q = {64: 128, 128: 128, 256: 64}  # by head_dim
 
 
 def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
@@ -35,7 +31,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
     kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]` of `schedule`, or None where all tiles are visible.
     """
     head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
-    rows = block_q(problem, head_dim)
+    rows = BLOCK_Q[head_dim]
     q_pad, kv_pad = inputs.pivot.shape[2], -(-problem.kv_len // BLOCK_KV) * BLOCK_KV
     by_query = problem.bias_shape[2] != 1
     whole = (problem.batch, problem.num_heads, q_pad // rows)

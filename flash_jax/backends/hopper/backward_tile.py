@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout
-from flash_jax.backends.hopper import pipeline
+from flash_jax.backends.hopper import blocks, functions, pipeline
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA
 from flash_jax.logits import dscores, logits, tanh_by_exp2
 from flash_jax.problem import Problem
@@ -43,6 +43,8 @@ class Inputs(NamedTuple):
     dense: int32 or int8 `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`, nonzero = visible.
     bias: `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`.
     row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
+    functions: operands of each mask function, `[1 | batch, len]`, see `functions.as_words`; batch_ids: int32 `[batch]`, what it sees.
+    blocks: by number of a block map whose blocks are not whole tiles, `blocks.as_bits` of its transpose.
     turns: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, num_q_tiles]`, `turns.table`; None where dq adds up in any order.
     """
 
@@ -66,6 +68,9 @@ class Inputs(NamedTuple):
     dense: tuple = ()
     bias: Any = None
     row_keys: Any = None
+    functions: tuple = ()
+    batch_ids: Any = None
+    blocks: Any = None
     turns: Any = None
 
 
@@ -204,6 +209,9 @@ class ScoreTile:
             return None
         return self._load(ref.at[shared(ref, 0, self.b), pl.ds(self.key_start, WARPGROUP_ROWS)], KEYS)
 
+    def _key_ids(self):
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=KEYS) + self.key_start
+
     def _beside_queries(self, row):
         return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, self.block_q), [1])
 
@@ -254,7 +262,7 @@ class ScoreTile:
             return lambda x: x
         rate, q_start = self.problem.dropout_rate, tile * self.block_q
         row_keys = self.queries(keys.at[shared(keys, 0, self.b), shared(keys, 1, head), pl.ds(q_start, self.block_q)])
-        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=KEYS) + self.key_start)
+        kv_ids = self._beside_keys(self._key_ids())
         kept = dropout.keep(row_keys, kv_ids, rate)
         return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
 
@@ -271,7 +279,35 @@ class ScoreTile:
             s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
         for ref in self.refs.dense:
             s = jnp.where(self._elements(ref, head, start) != 0, s, -jnp.inf)
+        for n, ref in (self.refs.blocks or {}).items():
+            words = ref.at[shared(ref, 0, self.b), shared(ref, 1, head)]
+            row = lax.div(self._key_ids(), jnp.int32(self.problem.mask.block_sizes[n][1]))
+            row = jnp.minimum(row, words.shape[0] - 1)  # of keys past the end
+            s = blocks.keep_blocks(s, words, row, lax.div(start, jnp.int32(blocks.WORD)))
+        for function, refs in zip(self.problem.mask.functions, self.refs.functions, strict=True):
+            s = jnp.where(self._by_function(function, refs, head, start), s, -jnp.inf)
         return s
+
+    def _by_function(self, function, refs, head, q_start):
+        queries = pl.ds(q_start, self.block_q)
+
+        def read(kind, ref):
+            ref = ref.at[shared(ref, 0, self.b)]
+            match kind:
+                case "query":
+                    return self.queries(ref.at[queries])
+                case "key":
+                    return self._beside_keys(self._load(ref.at[pl.ds(self.key_start, WARPGROUP_ROWS)], KEYS))
+                case "head":
+                    return ref[head]
+                case _:
+                    return ref[...]
+
+        q_ids = self._beside_queries(plgpu.broadcasted_iota(jnp.int32, (self.block_q,), 0, layout=QUERIES) + q_start)
+        kv_ids = self._beside_keys(self._key_ids())
+        batch = self.refs.batch_ids[shared(self.refs.batch_ids, 0, self.b)]
+        operands = map(read, function.kinds, refs)
+        return functions.evaluate(function, q_ids.shape, batch, head, q_ids, kv_ids, *operands)
 
 
 def keep_rows(ref, kept) -> None:
