@@ -99,12 +99,14 @@ def _rule(problem: Problem, axes: Sequence[str], result_axes: Sequence[str]) -> 
     def rule(mesh, operand_types, result_types):
         del mesh
         names = (f"x{n}" for n in itertools.count())
+        compound = problem.group > 1 and problem.num_kv_heads > 1  # no factor of it may be 1
+        heads = CompoundFactor("g", "r") if compound else "g" if problem.group == 1 else "r"
 
         def mapping(axes: str, type_) -> ArrayMapping:
             factors = []
             for axis, size in zip(axes, type_.shape, strict=True):
                 if axis == "h" and size > 1:
-                    factors.append(CompoundFactor("g", "r"))
+                    factors.append(heads)
                 elif axis == "g" or (axis == "b" and size == problem.batch):
                     factors.append(axis)
                 else:
@@ -116,7 +118,7 @@ def _rule(problem: Problem, axes: Sequence[str], result_axes: Sequence[str]) -> 
         dimensions = itertools.chain(*operands, *results)
         factors = dict.fromkeys(f for dim in dimensions for f in ((dim,) if isinstance(dim, str) else dim))  # in order, as they must be
         divisible = {"b"} if _reads_head(problem) else {"b", "g"}
-        sizes: Any = {"r": problem.group} if "r" in factors else {}
+        sizes: Any = {"r": problem.group} if compound and "r" in factors else {}
         return SdyShardingRule(operands, results, need_replication_factors=tuple(f for f in factors if f not in divisible), **sizes)
 
     return rule

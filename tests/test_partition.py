@@ -93,6 +93,14 @@ def test_other_axes_are_not_divided(opaque, spec):
     close(run(put), value_and_grads("xla", operands, is_causal=True))
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["one_query_head_a_key_head", "one_key_head"])
+def test_groups_of_one_and_one_group(opaque, heads):
+    operands = {name: normal(n, 2, 24, h, 8) for n, (name, h) in enumerate(zip(("query", "key", "value"), (*heads, heads[1]), strict=True))}
+    run, put = compiled(operands, dict.fromkeys(operands, BATCH))
+    close(run(put), value_and_grads("xla", operands))
+    assert "all-gather(" not in run.as_text()
+
+
 def test_one_head_and_one_batch_entry(opaque):
     operands = {name: normal(n, 1, 24, 1, 8) for n, name in enumerate(("query", "key", "value"))}
     run, put = compiled(operands, {"query": P(None, "x")})
