@@ -51,3 +51,18 @@ def test_forward_repeats_bitwise(case):
             again = value_and_gradients(attention, arguments, dout, dlse)
             for part in ("out", "lse", "dkey", "dvalue"):
                 np.testing.assert_array_equal(again[part], first[part])
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("causal", "gqa", "packed", "bias_shared_batch_hides")], ids=lambda case: case.name
+)
+@pytest.mark.parametrize("head_dim", [16, 128, 256])
+def test_deterministic_gradients_repeat_bitwise(case, head_dim):
+    for name in kernels():
+        arguments, dout, dlse, _, _ = of_case(dataclasses.replace(in_dtype(case, "bfloat16"), head_dim=head_dim))
+        attention = functools.partial(flash_attention, implementation=name, return_residual=True, deterministic_backward=True)
+        first = value_and_gradients(attention, arguments, dout, dlse)
+        for _ in range(19):
+            again = value_and_gradients(attention, arguments, dout, dlse)
+            for part, x in first.items():
+                np.testing.assert_array_equal(again[part], x, err_msg=part)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from flash_jax.backends.hopper.backward_tile import KEYS, Inputs, ScoreTile, opaque_zero, shared
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
 from flash_jax.problem import Problem
-from flash_jax.schedule import EMPTY
+from flash_jax.schedule import EMPTY, num_tiles
 
 BLOCK_KV = WARPGROUP_ROWS
 BLOCK_Q = {64: 128, 128: 128, 256: 64}  # by head_dim
@@ -32,7 +32,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
     """
     head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
     rows = BLOCK_Q[head_dim]
-    q_pad, kv_pad = inputs.pivot.shape[2], -(-problem.kv_len // BLOCK_KV) * BLOCK_KV
+    q_pad, num_kv_tiles = inputs.pivot.shape[2], num_tiles(problem.kv_len, BLOCK_KV)
     by_query = problem.bias_shape[2] != 1
     whole = (problem.batch, problem.num_heads, q_pad // rows)
     own = (*problem.bias_shape[:2], whole[2]) if by_query else (*whole[:2], 1)  # cells, without those of other keys
@@ -44,9 +44,9 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
     def body(*refs, k_s, q_s, pivot_s, v_s, dout_s, delta_s, scores_bar, dp_bar):
         *input_refs, out_g = refs
         g, kinds_g = jax.tree.unflatten(tree, input_refs)
-        kv_tile = lax.axis_index("kv")
+        block = lax.axis_index("block")
+        kv_tile, cell = lax.rem(block, num_kv_tiles), _split(lax.div(block, num_kv_tiles), own)
         keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
-        cell = _split(lax.axis_index("cell"), own)
 
         def at(step):
             """Batch entry, query head, q tile."""
@@ -118,9 +118,9 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
     scratch |= {name: plgpu.Barrier(num_arrivals=3) for name in ("scores_bar", "dp_bar")}
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((own[0], own[1], kv_pad, q_pad if by_query else 1), out_dtype),
-        grid=(own[0] * own[1] * own[2], kv_pad // BLOCK_KV),
-        grid_names=("cell", "kv"),
+        out_type=jax.ShapeDtypeStruct((own[0], own[1], num_kv_tiles * BLOCK_KV, q_pad if by_query else 1), out_dtype),
+        grid=(own[0] * own[1] * own[2] * num_kv_tiles,),
+        grid_names=("block",),
         num_threads=1,
         thread_name="wg",
         scratch_types=scratch,

@@ -50,7 +50,7 @@ class Adds:
         return self.done.at[self.walk.b, head, tile, pl.ds(self.wg, 1)]
 
     def pass_on(self, i):
-        """Call in step i: lets others add after the step before. Returns what `await_turn` wants; looked up early, it costs no wait."""
+        """Call in step i: lets others add after the step before. Returns what `await_turn` wants, looked up early."""
         if self.done is None:
             return None
         plgpu.wait_smem_to_gmem(0)
