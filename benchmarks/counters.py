@@ -89,15 +89,18 @@ def measure(out: pathlib.Path, few: bool) -> None:
         str(log),
     ]
     command += [sys.executable, __file__, "run", *["--few"] * few]
-    quick = {**os.environ, "XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # a search for the fastest product would take minutes
-    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=quick).stdout
+    quick = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # products by cuBLAS: a search for faster ones takes minutes
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "XLA_FLAGS": quick}).stdout
     cases = [json.loads(line.removeprefix("case ")) for line in shown.splitlines() if line.startswith("case ")]
     lines = log.read_text().splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith('"ID"'))
     head, _, *kernels = csv.reader(lines[first:])
     columns = [head.index(name) for name in ("Kernel Name", *METRICS)]
     counted = split([[line[column] for column in columns] for line in kernels])
-    results = {"provenance": provenance() | {"command": "python benchmarks/counters.py measure", "ncu": command[1:-2]}, "cases": []}
+    results = {
+        "provenance": provenance() | {"command": "python benchmarks/counters.py measure", "XLA_FLAGS": quick, "ncu": command[1:-2]},
+        "cases": [],
+    }
     for (row, side, phase), kernels, after in zip(cases, counted[1::2], counted[2::2], strict=True):
         left = sum(kernel["written"] for kernel in after)
         results["cases"].append({"row": row, "side": side, "phase": phase, "kernels": kernels, "left_in_cache": left})
@@ -173,6 +176,7 @@ def plot(lines: list[dict], path: pathlib.Path) -> None:
     colors = {"jax.nn": "#d1495b", "jax.nn:cudnn": "#8d6a9f", "flash_jax": "#1f6fb4"}
     labels = {"jax.nn": "standard (jax.nn)", "jax.nn:cudnn": "cuDNN", "flash_jax": "flash_jax"}
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    ticks: dict = {}
     for line, phase in zip(axes, ("forward", "backward"), strict=True):
         for side, color in colors.items():
             of = [x for x in lines if x["case"]["side"] == side and x["case"]["phase"] == phase]
@@ -185,14 +189,17 @@ def plot(lines: list[dict], path: pathlib.Path) -> None:
                         at, [(x["read"] + x["written"]) / 1e9 for x in points], "o", base=2, color=color, label=f"{labels[side]}, measured"
                     )
                     axis.loglog(at, [x["predicted"] / 1e9 for x in points], "-", base=2, color=color, label=f"{labels[side]}, predicted")
-                    axis.set_xticks(at, [f"{n:g}" for n in at])
+                    ticks[axis] = sorted(set(ticks.get(axis, [])) | set(at))
         line[0].set(title=f"{phase}, head_dim 128, {TOKENS} tokens", xlabel="length")
         line[1].set(title=f"{phase}, block-sparse at {TOKENS}", xlabel="density")
         for axis in line:
+            axis.set_visible(axis in ticks)
+            axis.set_xticks(ticks.get(axis, []), [f"{n:g}" for n in ticks.get(axis, [])])
             axis.set_ylabel("GB to and from HBM")
             axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             axis.grid(alpha=0.25)
-            axis.legend(frameon=False, fontsize=8)
+            if axis in ticks:
+                axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

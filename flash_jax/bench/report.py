@@ -18,7 +18,9 @@ def markdown(results: dict) -> str:
     """A table a phase: median milliseconds, p10 to p90, and how we stand against the fastest peer."""
     where = results["provenance"]
     lines = [f"# {results['preset']} on {where['device']}", ""]
-    lines += [f"* {name}: {where[name]}" for name in ("date", "command", "processor", "gpu", "jax", "python") if where[name]]
+    lines += [
+        f"* {name}: {where[name]}" for name in ("date", "command", "XLA_FLAGS", "processor", "gpu", "jax", "python") if where.get(name)
+    ]
     for phase in PHASES:
         table = [text for record in results["rows"] for text in _lines(record, phase)]
         if not table:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import random
 import statistics
@@ -69,6 +70,7 @@ def provenance() -> dict:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m flash_jax.bench", *_without_out(sys.argv[1:])]),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         "device": device.device_kind,
         "platform": device.platform,
         "processor": _processor(),

@@ -1,0 +1,214 @@
+"""Writes docs/results.md and the generated parts of other pages from benchmarks/results/: no figure there is typed by hand.
+
+    python benchmarks/pages.py            # write
+    python benchmarks/pages.py --check    # say whether what is there is up to date
+
+A generated part of a page stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+
+import counters
+import numpy as np
+import paper
+import training as steps
+from paper import table
+
+from flash_jax.bench import report
+from flash_jax.bench.measure import PHASES
+from flash_jax.bench.presets import PRESETS
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HEAD = """# Results
+
+This page is written by `benchmarks/pages.py` from the files under `benchmarks/results/`, which have the raw samples and, of each run,
+the date, the command, the device, driver, clocks and versions. Every result was compared with the dense definition before it was timed. The
+sides of a row take turns in one process; a ratio is the median of the ratios of neighbouring samples, above 1.00 where flash_jax is faster.
+A **tie** is a median of 0.97 at least whose p10 to p90 contains 1.00. Times are wall times of compiled calls; TFLOP/s count visible
+scores, and a backward as 2.5 forwards.
+"""
+
+
+def load() -> dict[str, dict]:
+    """Every results file by its name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+# ------------------------------------------------------------------------------------------------------------- benchmarks
+def benchmark(name: str, results: dict) -> str:
+    """A section of one run of `flash_jax.bench`."""
+    rows = results["rows"]
+    ours = [record["sides"].get("flash_jax", {}) for record in rows]
+    peers = list(dict.fromkeys(peer for side in ours for phase in PHASES for peer in side.get(phase, {}).get("over", {})))
+    text = [f"## {title(results)}", "", f"{origin(results)}, file `{name}.json`."]
+    text += ["", *report.ratios(results)]
+    for phase in PHASES:
+        lines = [_line(record, phase, peers) for record in rows if phase in record["sides"].get("flash_jax", {})]
+        if lines:
+            text += [
+                "",
+                f"### {phase.capitalize()}",
+                "",
+                table(["row", "ms", "kernels, ms", "TFLOP/s", *(f"over {peer}" for peer in peers)], lines),
+            ]
+    refused = {(side, what["refused"]): None for record in rows for side, what in record["sides"].items() if "refused" in what}
+    text += ["", *(f"* {side} has rows without a time: {reason}" for side, reason in refused)]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def origin(results: dict) -> str:
+    """Command, flags, date and version."""
+    where = results["provenance"]
+    flags = f"XLA_FLAGS={where['XLA_FLAGS']} " if where.get("XLA_FLAGS") else ""
+    return f"`{flags}{where['command']}`, {where['date'][:10]}, jax {where['jax']}"
+
+
+def title(results: dict) -> str:
+    """Of a section: preset and device."""
+    device = results["provenance"]["device"]
+    return f"{results['preset'].capitalize()}, {results['provenance']['processor'] if device == 'cpu' else device}"
+
+
+def _line(record: dict, phase: str, peers: list[str]) -> list[str]:
+    side = record["sides"]["flash_jax"][phase]
+    ratio = lambda peer: f"{side['over'][peer]['ratio']:.2f}" if peer in side["over"] else ""
+    kernels = f"{side['kernels'] * 1e3:.3f}" if side.get("kernels") else ""
+    return [record["row"], f"{side['median'] * 1e3:.3f}", kernels, f"{side['tflops']:.3g}", *map(ratio, peers)]
+
+
+def lost(name: str, results: dict) -> list[str]:
+    """Each row below 1.00 of the best peer, and by how much."""
+    return [f"\nOn {title(results)} (`{name}.json`):\n", *report.lost(results)] if report.lost(results) else []
+
+
+def sparse(results: dict) -> str:
+    """Time against density, and whether it keeps to density + 0.1."""
+    by_name = {record["row"]: record["sides"]["flash_jax"] for record in results["rows"]}
+    rows = [row for row in PRESETS[results["preset"]]() if row.density is not None and row.name in by_name]
+    lines = []
+    for row in rows:
+        shares = [by_name[row.name][phase]["median"] / by_name[rows[0].name][phase]["median"] for phase in PHASES]
+        kept = "yes" if row.density == 1 or max(shares) <= row.density + 0.1 else "no"
+        lines.append([f"{row.density:g}", *(f"{share:.3f}" for share in shares), f"{row.density + 0.1:g}" if row.density < 1 else "", kept])
+    return table(["density", "forward, of density 1", "backward, of density 1", "allowed", "kept"], lines)
+
+
+def cost_of_features(results: dict) -> str:
+    """What a feature costs beyond the work it adds: the time, over that of the plain row times the ratio of the visible scores."""
+    by_row = {
+        row: record["sides"]["flash_jax"] for row in PRESETS[results["preset"]]() for record in results["rows"] if record["row"] == row.name
+    }
+    plain = next(row for row in by_row if row.is_causal and row.window is None and not row.segments and row.num_kv_heads is None)
+    lines = []
+    for row, side in by_row.items():
+        if row.head_dim == plain.head_dim and row.is_causal and row.dtype == plain.dtype and (row.window or row.segments):
+            costs = [
+                side[phase]["median"] / row.products / (by_row[plain][phase]["median"] / plain.products)
+                for phase in PHASES
+                if phase in side
+            ]
+            lines.append([row.name, *(f"{cost:.2f}" for cost in costs)])
+    return f"Against `{plain.name}`:\n\n" + table(["row", "forward", "backward"], lines)
+
+
+def residual_memory(results: dict) -> str:
+    """Bytes beside inputs and outputs that a step needs, the largest over the rows."""
+    lines = []
+    for record in results["rows"]:
+        sides = {name: side for name, side in record["sides"].items() if "backward" in side}
+        if "flash_jax" in sides and "jax.nn:cudnn" in sides:
+            ours, theirs = (sides[name]["backward"]["memory"] + sides[name]["residuals"] for name in ("flash_jax", "jax.nn:cudnn"))
+            lines.append((ours / theirs, record["row"], ours / 1e6, theirs / 1e6))
+    worst = max(lines)
+    what = "Residuals of the forward (the inputs among them) and temporary memory of the backward, over those of cuDNN"
+    return f"{what}: at most {worst[0]:.2f}, in `{worst[1]}`, with {worst[2]:.0f} and {worst[3]:.0f} MB."
+
+
+# --------------------------------------------------------------------------------------------------------------- training
+def training(results: dict) -> str:
+    """Tokens a second, a line for each model, length and recomputation."""
+    names = list(dict.fromkeys(row["attention"] for row in results["rows"]))
+    groups: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        key = (f"{row['heads']} x {row['head_dim']}", row["seq"], "recomputed" if row["remat"] else "kept")
+        groups.setdefault(key, {})[row["attention"]] = row
+    head = ["heads", "length", "activations", *(f"{paper.LABEL[name]}, tokens/s" for name in names), "over the best peer"]
+    lines = []
+    for key, of in groups.items():
+        cells = [f"{of[name]['tokens_per_second']:,.0f}" if "tokens_per_second" in of[name] else of[name]["outcome"] for name in names]
+        peers = [row for name, row in of.items() if name != "flash" and "seconds" in row]
+        ratio = min((float(np.median(np.array(p["seconds"]) / np.array(of["flash"]["seconds"]))) for p in peers), default=None)
+        lines.append([*key, *cells, "" if ratio is None else f"{ratio:.2f}"])
+    return f"{origin(results)}, {results['provenance']['device']}.\n\n" + table(head, lines)
+
+
+def curves(results: dict) -> str:
+    """What the loss curves say."""
+    ends = [[paper.LABEL[r["attention"]], r["seed"], f"{r['losses'][0]:.3f}", f"{np.mean(r['losses'][-30:]):.3f}"] for r in results["runs"]]
+    apart = results["differences"]
+    between = f"the implementations, with one seed, is {apart['implementations']:.4f}; between the seeds, with one implementation"
+    text = f"The root mean square over all steps of the difference between {between}, {apart['seeds']:.4f}."
+    return table(["attention", "seed", "first loss", "mean of the last 30"], ends) + "\n\n" + text
+
+
+# ------------------------------------------------------------------------------------------------------------------ pages
+def results_page(files: dict[str, dict]) -> str:
+    """docs/results.md."""
+    text = [HEAD]
+    runs = {name: results for name, results in files.items() if "preset" in results}
+    losses = [line for name, results in runs.items() for line in lost(name, results)]
+    text += ["## Where we lose\n", "Each row below 1.00 of the best peer of its run.", *losses, ""]
+    for name, results in runs.items():
+        text.append(benchmark(name, results))
+        if results["preset"] == "features":
+            text += ["### Block-sparse\n", sparse(results), "\n### Cost of a mask beyond its work\n", cost_of_features(results), ""]
+        if results["preset"] == "sweep" and results["provenance"]["platform"] == "gpu":
+            text += ["### Memory\n", residual_memory(results), ""]
+    if "h200_training" in files:
+        text += ["## Training steps\n", training(files["h200_training"]), ""]
+    if "h200_loss_curves" in files:
+        text += ["## Loss curves\n", curves(files["h200_loss_curves"]), "", "![Loss curves](loss_curves.png)", ""]
+    return "\n".join(text)
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Every page with generated parts, as it should be."""
+    files = load()
+    parts = paper.parts(files)
+    if "h200_counters" in files:
+        parts["counters"] = counters.markdown(counters.table(files["h200_counters"]))
+    docs = ROOT / "docs"
+    written = {docs / "results.md": results_page(files)}
+    for name in ("io.md", "paper.md"):
+        part = lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n{match[3]}"
+        written[docs / name] = re.sub(r"(<!-- generated: (\S+) -->)\n.*?(<!-- end -->)", part, (docs / name).read_text(), flags=re.DOTALL)
+    return written
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    o = parser.parse_args()
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    if o.check:
+        sys.stdout.writelines(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/pages.py\n" for path in stale)
+        return int(bool(stale))
+    for path, text in pages().items():
+        path.write_text(text)
+    files = load()
+    paper.plots(files, ROOT / "docs")
+    if "h200_counters" in files:
+        counters.plot(counters.table(files["h200_counters"]), ROOT / "docs" / "io_counters.png")
+    if "h200_loss_curves" in files:
+        steps.plot(files["h200_loss_curves"], ROOT / "docs" / "loss_curves.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

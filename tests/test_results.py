@@ -1,0 +1,141 @@
+"""What benchmarks/ makes of its measurements: the pages are what the results files say, counters are added up as described."""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _path():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def module(name):
+    return importlib.import_module(name)
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+def test_pages_are_what_the_results_files_say():
+    for path, text in module("pages").pages().items():
+        assert path.read_text() == text, f"{path.name} is not up to date: run python benchmarks/pages.py"
+
+
+def timed(median, peers):
+    over = {peer: {"ratio": ratio, "p10": ratio - 0.01, "p90": ratio + 0.01} for peer, ratio in peers.items()}
+    return {"median": median, "p10": median, "p90": median, "tflops": 1.0, "memory": 10, "kernels": None, "over": over, "seconds": [median]}
+
+
+def results(**ratios):
+    sides = {"flash_jax": {"errors": {"out": 0.0}, "residuals": 100, "forward": timed(2e-3, ratios), "backward": timed(4e-3, ratios)}}
+    where = {"device": "toy", "processor": "one", "platform": "gpu", "date": "2026-01-01", "command": "c", "jax": "0"}
+    return {"preset": "quick", "provenance": where, "rows": [{"row": "r", "sides": sides}]}
+
+
+def test_every_row_that_loses_is_listed():
+    pages = module("pages")
+    page = pages.results_page({"one": results(fast=0.9, slow=1.2), "two": results(slow=1.01), "three": results(close=0.995)})
+    lost = page[page.index("## Where we lose") : page.index("## Quick")]
+    assert lost.count("* r, forward: 0.90 of fast (0.89 to 0.91)\n") == 1
+    assert lost.count("* r, backward: 0.90 of fast (0.89 to 0.91)\n") == 1
+    assert lost.count("0.99 of close (0.98 to 1.00), a tie") + lost.count("0.99 of close (0.98 to 1.01), a tie") == 2
+    assert "`two.json`" not in lost
+    assert "| r | 2.000 |  | 1 | 0.90 | 1.20 |" in page
+
+
+def test_block_sparse_is_held_to_its_density():
+    pages, rows = module("pages"), [row for row in module("paper").PRESETS["features"]() if row.density]
+    share = dict(zip((1.0, 0.5, 0.25, 0.125, 0.0625), (1.0, 0.59, 0.36, 0.2, 0.1), strict=True))
+    record = lambda row: {"row": row.name, "sides": {"flash_jax": {phase: timed(share[row.density], {}) for phase in row.phases}}}
+    table = pages.sparse({"preset": "features", "rows": [record(row) for row in rows]})
+    assert "| 0.5 | 0.590 | 0.590 | 0.6 | yes |" in table
+    assert "| 0.25 | 0.360 | 0.360 | 0.35 | no |" in table
+
+
+# ------------------------------------------------------------------------------------------------------------- counters
+def test_kernels_between_marks():
+    line = lambda name, *numbers: [name, *numbers]
+    kernels = [
+        line("xor"),
+        line("sum", "1"),
+        line("xor"),
+        line("a", "1,000", "2"),
+        line("b", "3"),
+        line("xor"),
+        line("sum", "4"),
+        line("xor"),
+    ]
+    counters = module("counters")
+    filled = [[name, *(values + ["0"] * (len(counters.METRICS) - len(values)))] for name, *values in kernels]
+    parts = counters.split(filled)
+    assert [[kernel["kernel"] for kernel in part] for part in parts] == [["sum"], ["a", "b"], ["sum"]]
+    assert parts[1][0]["read"] == 1000
+    assert parts[1][0]["written"] == 2
+
+
+def test_what_stays_in_the_cache_counts_as_written():
+    counters = module("counters")
+    row = counters.rows(False)[0]
+    kernels = [{"read": 5.0, "written": 7.0}, {"read": 1.0, "written": 0.0}]
+    case = {"row": row.name, "side": "flash_jax", "phase": "forward", "kernels": kernels, "left_in_cache": 3.0}
+    (line,) = counters.table({"cases": [case]})
+    assert (line["read"], line["written"]) == (6.0, 10.0)
+
+
+def test_scores_in_float32_are_wider():
+    counters = module("counters")
+    row = counters.Row(2, 4096, 3, 64)
+    for phase, more in (("forward", 4), ("backward", 10)):
+        model, stored = counters.predict(row, "jax.nn", phase)
+        assert stored - model == more * 2 * 3 * 4096**2
+        assert len(set(counters.predict(row, "flash_jax", phase))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+def test_differences_of_loss_curves():
+    runs = [
+        {"attention": a, "seed": s, "losses": [x, x]}
+        for a, s, x in (("flash", 0, 1), ("flash", 1, 3), ("jax_xla", 0, 2), ("jax_xla", 1, 4))
+    ]
+    assert module("training").differences(runs) == {"implementations": 1.0, "seeds": 2.0}
+
+
+def test_what_does_not_run_is_a_result(monkeypatch):
+    import dataclasses
+    from types import SimpleNamespace
+
+    training = module("training")
+    base = dataclasses.replace(training.H200, seq=8)
+    runs, fails, large = (dataclasses.replace(base, attention=name) for name in ("flash", "jax_xla", "jax_cudnn"))
+
+    def step(temporary):
+        call = lambda params, state, tokens: (params + 1, state, np.float32(0))
+        result = lambda *arguments: (*call(*arguments)[:2], SimpleNamespace(block_until_ready=lambda: None))
+        result.memory_analysis = lambda: SimpleNamespace(temp_size_in_bytes=temporary, argument_size_in_bytes=1)
+        return result
+
+    monkeypatch.setattr(training, "memory_limit", lambda: 1e9)
+    steps = {runs: step(10), fails: "ValueError: no", large: step(2e9)}
+    carry, rows = training._race([runs, fails, large], steps, (0, 0), np.zeros((2, 9), np.int32))
+    assert carry[0] == training.WARM + training.ROUNDS
+    assert [row["outcome"] for row in rows] == ["ran", "ValueError: no", "out of memory: needs 2.0 of 1.0 GB"]
+    assert len(rows[0]["seconds"]) == training.ROUNDS
+    assert rows[0]["tokens_per_second"] == rows[0]["tokens"] / np.median(rows[0]["seconds"])
+    assert rows[0]["tokens"] == 16
+    assert "tokens_per_second" not in rows[2]
+
+
+def test_results_files_are_the_benchmarks_own():
+    """Each holds where it came from, and no machine's paths."""
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        where = json.loads(path.read_text())["provenance"]
+        assert where["command"].startswith("python "), path.name
+        assert {"date", "device", "jax", "gpu"} <= set(where), path.name
+        assert "/root" not in path.read_text(), path.name
