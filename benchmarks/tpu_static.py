@@ -336,7 +336,7 @@ def row_of(name, generation, tiles) -> dict:
     if "error" in result:
         return row | result
     cycles = result["cycles"]
-    kernel = sum(c for n, c in cycles.items() if re.search("flash|splash|attention", n))
+    kernel = sum(c for n, c in cycles.items() if re.search("flash|splash|forward", n))
     if not kernel:
         return row | {"error": f"no kernel among {sorted(cycles)}"}
     work = {"forward": 2, "backward": 5}[phase] * visible_scores(mask) * HEAD_DIM * (2 if generation == "v5p" else 1)
