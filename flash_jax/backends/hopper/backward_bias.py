@@ -108,9 +108,9 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
         _, total = lax.while_loop(lambda carry: carry[0] < num_steps, one, (first, nothing))
         b, head, tile = cell
         if by_query:
-            out_g.at[b, head, keys, pl.ds(tile * rows, rows)][...] = total.astype(out_dtype)
+            store(out_g.at[b, head, keys, pl.ds(tile * rows, rows)], total.astype(out_dtype))
         else:
-            out_g.at[b, head, keys, 0][...] = plgpu.layout_cast(total.sum(axis=1), KEYS)
+            store(out_g.at[b, head, keys, 0], plgpu.layout_cast(total.sum(axis=1), KEYS))
 
     matrices = {"k_s": BLOCK_KV, "q_s": rows, "v_s": BLOCK_KV, "dout_s": rows}
     scratch = {name: swizzled((1, length, head_dim), dtype) for name, length in matrices.items()}
@@ -130,6 +130,14 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
         kernel_name=f"flash_attention_dbias_d{head_dim}",
     )
     return kernel(*leaves)
+
+
+def store(ref, x) -> None:
+    """To global memory from registers, in sectors that may be partial: JAX 0.12 wants that said, 0.11 has no word for it."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def _split(n, sizes: tuple[int, int, int]):
