@@ -18,9 +18,11 @@ import paper
 import training as steps
 from paper import table
 
+from flash_jax import Mask, io_model
 from flash_jax.bench import report
 from flash_jax.bench.measure import PHASES
 from flash_jax.bench.presets import PRESETS
+from flash_jax.bench.rows import BLOCK, Row
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,7 +32,7 @@ This page is written by `benchmarks/pages.py` from the files under `benchmarks/r
 the date, the command, the device, driver, clocks and versions. Every result was compared with the dense definition before it was timed. The
 sides of a row take turns in one process; a ratio is the median of the ratios of neighbouring samples, above 1.00 where flash_jax is faster.
 A **tie** is a median of 0.97 at least whose p10 to p90 contains 1.00. Times are wall times of compiled calls; TFLOP/s count visible
-scores, and a backward as 2.5 forwards.
+scores, and a backward as 2.5 forwards. No TPU was measured; `tpu_simulated_*.md` there has simulated cycles.
 """
 
 
@@ -98,22 +100,21 @@ def sparse(results: dict) -> str:
     return table(["density", "forward, of density 1", "backward, of density 1", "allowed", "kept"], lines)
 
 
+def tiles(row: Row) -> int:
+    """Tiles of 128 x 128 with a visible score, of one batch entry and head; packed sequences begin at multiples of 128."""
+    mask = Mask.causal() if row.window is None else Mask.causal() & Mask.sliding_window(*row.window)
+    problems = (io_model.make_problem(n, head_dim=row.head_dim, mask=mask) for n in row.segments or (row.length,))
+    return sum(io_model.visits(problem, BLOCK, BLOCK).tiles for problem in problems)
+
+
 def cost_of_features(results: dict) -> str:
-    """What a feature costs beyond the work it adds: the time, over that of the plain row times the ratio of the visible scores."""
-    by_row = {
-        row: record["sides"]["flash_jax"] for row in PRESETS[results["preset"]]() for record in results["rows"] if record["row"] == row.name
-    }
-    plain = next(row for row in by_row if row.is_causal and row.window is None and not row.segments and row.num_kv_heads is None)
-    lines = []
-    for row, side in by_row.items():
-        if row.head_dim == plain.head_dim and row.is_causal and row.dtype == plain.dtype and (row.window or row.segments):
-            costs = [
-                side[phase]["median"] / row.products / (by_row[plain][phase]["median"] / plain.products)
-                for phase in PHASES
-                if phase in side
-            ]
-            lines.append([row.name, *(f"{cost:.2f}" for cost in costs)])
-    return f"Against `{plain.name}`:\n\n" + table(["row", "forward", "backward"], lines)
+    """What a mask costs beyond the work it leaves: the time of a tile, over that of the plain causal row."""
+    sides = {row: sides["flash_jax"] for row, sides in paper.rows_of(results).items()}
+    alike = [row for row in sides if row.is_causal and row.dtype == "bfloat16" and row.head_dim == 128 and row.num_kv_heads is None]
+    plain = next(row for row in alike if row.window is None and not row.segments)
+    of_a_tile = lambda row, phase: sides[row][phase]["median"] / (row.batch * row.num_heads * tiles(row))
+    lines = [[row.name, tiles(row), *(f"{of_a_tile(row, p) / of_a_tile(plain, p):.2f}" for p in PHASES)] for row in alike if row != plain]
+    return f"Against `{plain.name}`, which has {tiles(plain)} tiles a head:\n\n" + table(["row", "tiles a head", *PHASES], lines)
 
 
 def residual_memory(results: dict) -> str:
@@ -166,7 +167,7 @@ def results_page(files: dict[str, dict]) -> str:
     for name, results in runs.items():
         text.append(benchmark(name, results))
         if results["preset"] == "features":
-            text += ["### Block-sparse\n", sparse(results), "\n### Cost of a mask beyond its work\n", cost_of_features(results), ""]
+            text += ["### Block-sparse\n", sparse(results), "\n### The time of a tile under a mask\n", cost_of_features(results), ""]
         if results["preset"] == "sweep" and results["provenance"]["platform"] == "gpu":
             text += ["### Memory\n", residual_memory(results), ""]
     if "h200_training" in files:
