@@ -144,7 +144,7 @@ def test_results_files_say_where_they_come_from():
     """Measured ones with their device; none with the paths of a machine."""
     for path in (BENCHMARKS / "results").glob("*.json"):
         data = json.loads(path.read_text())
-        where = data["provenance"] if "provenance" in data else data
+        where = data.get("provenance", data)
         assert where["command"].startswith("python "), path.name
         assert where is data or {"date", "device", "jax", "gpu"} <= set(where), path.name
         assert "/root" not in path.read_text(), path.name
