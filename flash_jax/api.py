@@ -1,4 +1,4 @@
-"""`flash_attention`, the one public call, and `explain`, which says what it will do."""
+"""`flash_attention`, the one public call; `explain`, which says what it will do; `dropout_mask`, which writes out what it drops."""
 
 import inspect
 import math
@@ -142,6 +142,28 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     return dispatch.choose(problem, dispatch.current_device(query, key, value), implementation)[1]
 
 
+def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_dropout: bool = False, q_offset: int | Array = 0) -> Array:
+    """The keep mask that `flash_attention` applies, written out: True = kept (and multiplied by `1 / (1 - rate)`).
+
+    Args:
+      key: PRNG key, as `dropout_key`.
+      rate: probability of dropping, in [0, 1).
+      shape: `(*batch, num_heads, q_len, kv_len)`.
+      broadcast_dropout: one mask for all batch entries and heads.
+      q_offset: as in `flash_attention`, an int or integers `[*batch]`; the bits belong to the position `i + q_offset`.
+
+    Returns:
+      Booleans of the given shape. O(q_len * kv_len) memory: for tests and for comparing with other code.
+    """
+    key, rate = dropout.check_key("key", key), dropout.check_rate("rate", rate)
+    if len(shape) < 3:
+        raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
+    *batch, num_heads, q_len, kv_len = (static_int("shape", n) for n in shape)
+    rows = _dropout_row_keys(key, masks.Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
+    kept = dropout.keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
+    return jnp.broadcast_to(kept, (math.prod(batch), num_heads, q_len, kv_len)).reshape(shape)
+
+
 class Request(NamedTuple):
     """What a call asks for. batch: the user's batch axes."""
 
@@ -233,9 +255,7 @@ def prepare(
     if problem.dropout_rate:
         if dropout_key is None:
             raise ValueError("dropout_key is required when dropout_rate is not 0, got None. Pass a jax.random.key.")
-        q_ids = jnp.arange(q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
-        copies = (1, 1) if broadcast_dropout else (size, num_heads)
-        row_keys = dropout.row_keys(dropout_key, *copies, q_ids)
+        row_keys = _dropout_row_keys(dropout_key, shape, q_offset, broadcast_dropout)
     operands = Operands(
         query=query.reshape(size, *query.shape[-3:]),
         key=key.reshape(size, *key.shape[-3:]),
@@ -246,6 +266,12 @@ def prepare(
         dropout_row_keys=row_keys,
     )
     return Request(tuple(batch), problem, operands, _sinks(sinks, num_heads))
+
+
+def _dropout_row_keys(key: Array, shape: masks.Shape, q_offset, broadcast_dropout: bool) -> Array:
+    q_ids = jnp.arange(shape.q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
+    copies = (1, 1) if broadcast_dropout else (math.prod(shape.batch), shape.num_heads)
+    return dropout.row_keys(key, *copies, q_ids)
 
 
 def _check_flag(name: str, flag) -> None:

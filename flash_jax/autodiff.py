@@ -1,6 +1,6 @@
 """Derivatives and transformations, once for every implementation.
 
-`attend` is a primitive `(operands) -> (out, lse)` with three companions:
+`attend` is a primitive `(operands) -> (out, lse)` with two companions:
 
     attend       forward of the chosen backend
     attend_vjp   its reverse: the chosen backend's hand-written backward
@@ -63,8 +63,7 @@ class Call:
 
     def xla_config(self) -> xla.Config:
         """Tiles for the passes that only `xla` has, in loops that JAX can differentiate."""
-        problem = dataclasses.replace(self.problem, block_sizes=None)
-        return dataclasses.replace(xla.default_config(problem, self.device), static_loops=True)
+        return dataclasses.replace(xla.default_config(self.problem, self.device), static_loops=True)
 
 
 def attend(problem: Problem, backend: Backend, config, device: Device, operands: Operands) -> tuple[Array, Array]:
@@ -219,7 +218,7 @@ def _by_device(primitive: Primitive, function, axes):
     """`function`, divided over devices where XLA cannot do that itself; `axes(call)`: of the arguments after the leaves, and of results."""
 
     def by_device(*args, call: Call):
-        if not call.backend.opaque or call.is_local:
+        if not call.backend.is_partitioned or call.is_local:
             return function(*args, call=call)
         more, results = axes(call)
         leaves = call.operands(args[: call.tree.num_leaves])
@@ -242,7 +241,8 @@ def _lower(function):
             if "automatically partitioned" not in str(error):
                 raise
             raise NotImplementedError(
-                "implementation='tpu': XLA cannot divide the kernels over the devices of a sharded jit. Call flash_attention inside "
+                f"implementation={params['call'].backend.name!r}: XLA cannot divide the "
+                "kernels over the devices of a sharded jit. Call flash_attention inside "
                 "jax.shard_map, with batch and heads sharded as you like, or pass implementation='xla'."
             ) from error
 

@@ -18,7 +18,10 @@ NAMES = tuple(backend.name for backend in BACKENDS)
 
 
 def current_device(*arrays) -> Device:
-    """Where a call on these arguments will run: the device of the first concrete array, an ambient mesh's device, or the default."""
+    """Where a call on these arguments will run: the device of the first concrete array, an ambient mesh's device, or the default.
+
+    Inside `jit` no array is concrete: choose another than the default device with `jax.default_device` or `implementation=`.
+    """
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             device = next(iter(x.devices()))
@@ -51,7 +54,8 @@ class Explanation:
     why_not: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.implementation}: runs on {self.device.kind} ({self.device.platform}) with {self.config}"]
+        tiles = "" if self.config is None else f" with {self.config}"
+        lines = [f"{self.implementation}: runs on {self.device.kind} ({self.device.platform}){tiles}"]
         return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.why_not.items()])
 
 

@@ -5,13 +5,10 @@ bits, in the forward and in the backward. A row key is made outside the kernels,
 a kernel mixes it with the key position. The mixer is a bijection of the key position for each row key.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from flash_jax import mask as masks
-from flash_jax.problem import as_array, static_float, static_int
+from flash_jax.problem import as_array, static_float
 
 Array = jax.Array
 
@@ -71,28 +68,3 @@ def check_key(name: str, key) -> Array:
     if key.ndim != 0 if typed else (key.dtype != jnp.uint32 or key.ndim != 1 or key.size == 0):
         raise ValueError(f"{name} must be one PRNG key, as jax.random.key makes it, got {key.dtype}{list(key.shape)}.")
     return key
-
-
-def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_dropout: bool = False, q_offset: int | Array = 0) -> Array:
-    """The keep mask that `flash_attention` applies, written out: True = kept (and multiplied by `1 / (1 - rate)`).
-
-    Args:
-      key: PRNG key, as `dropout_key`.
-      rate: probability of dropping, in [0, 1).
-      shape: `(*batch, num_heads, q_len, kv_len)`.
-      broadcast_dropout: one mask for all batch entries and heads.
-      q_offset: as in `flash_attention`, an int or integers `[*batch]`; the bits belong to the position `i + q_offset`.
-
-    Returns:
-      Booleans of the given shape. O(q_len * kv_len) memory: for tests and for comparing with other code.
-    """
-    key, rate = check_key("key", key), check_rate("rate", rate)
-    if len(shape) < 3:
-        raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
-    *batch, num_heads, q_len, kv_len = (static_int("shape", n) for n in shape)
-    flat = math.prod(batch)
-    q_ids = jnp.arange(q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, masks.Shape(tuple(batch), num_heads, q_len, kv_len))
-    copies = (1, 1) if broadcast_dropout else (flat, num_heads)
-    rows = row_keys(key, *copies, q_ids)
-    kept = keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
-    return jnp.broadcast_to(kept, (flat, num_heads, q_len, kv_len)).reshape(shape)

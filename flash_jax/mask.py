@@ -152,7 +152,7 @@ class Mask:
         the row number (`q_offset` is not added). Operands are read at the element: `per[n]` says how operand `n` is
         laid out, `"query"` (`[*batch, q_len]`), `"key"` (`[*batch, kv_len]`), `"head"` (`[*batch, num_heads]`) or
         `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes over, traced or not, work
-        too (`ids[batch, q_index]`), but only the `xla` implementation serves them.
+        too; kernels serve them where each is indexed by row, key or head alone (`ids[batch, q_index] == ids[batch, kv_index]`).
         """
         per = tuple(per)
         if len(per) != len(operands):

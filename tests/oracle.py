@@ -58,6 +58,6 @@ def unfused(arguments, dout, dlse):
 
 @functools.cache
 def of_case(case):
-    """`(arguments, dout, dlse, unfused, expected)` of a case, computed once a session."""
+    """`(arguments, dout, dlse, unfused, expected)` of a case, computed once a process."""
     arguments, dout, dlse = case.build()
     return arguments, dout, dlse, unfused(arguments, dout, dlse), in_float64(arguments, dout, dlse)

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES
-from oracle import differentiable, of_case, value_and_gradients
+from oracle import differentiable, in_float64, of_case, unfused, value_and_gradients
 from test_implementations import check
+from tolerance import assert_as_exact_as_unfused
 
 from flash_jax import api, dispatch, flash_attention
 
@@ -24,11 +26,11 @@ def kernels():
 
 @functools.cache
 def in_dtype(case, dtype):
-    return case if case.dtype in ("bfloat16", "float16") else dataclasses.replace(case, dtype=dtype)
+    return dataclasses.replace(case, dtype=dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_kernel(case, dtype):
     for name in kernels():
         case = in_dtype(case, dtype)
@@ -40,6 +42,20 @@ def test_kernel(case, dtype):
         else:
             with pytest.raises(NotImplementedError, match="cannot serve this call"):
                 attention(**arguments)
+
+
+CUDNN = ("full", "causal", "causal_more_rows", "window_left", "scale_negative", "gqa", "mqa", "one_key", "head_dim_72", "no_batch_axis")
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is for NVIDIA GPUs")
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in CUDNN], ids=lambda case: case.name)
+def test_cudnn(case):
+    """It gives no lse, and so takes no cotangent of one."""
+    arguments, dout, dlse = in_dtype(case, "bfloat16").build()
+    attention = lambda **a: (flash_attention(**a, implementation="cudnn"), jnp.zeros(dlse.shape))
+    got, plain, expected = (f(arguments, dout, 0 * dlse) for f in (functools.partial(value_and_gradients, attention), unfused, in_float64))
+    for name in got.keys() - {"lse"}:
+        assert_as_exact_as_unfused(name, got[name], plain[name], expected[name], jnp.bfloat16)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "gqa", "packed")], ids=lambda case: case.name)

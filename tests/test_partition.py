@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import NamedSharding, PartitionSpec
+from tolerance import close
 
 from flash_jax import Mask, dispatch, flash_attention
 from flash_jax.backends import xla
@@ -19,9 +20,9 @@ REPLICATED, BATCH, HEADS = P(), P("x"), P(None, None, "x")
 
 
 @pytest.fixture
-def opaque(monkeypatch):
+def partitioned(monkeypatch):
     """In the place of `hopper`, loops that XLA must not divide by itself."""
-    kernel = dataclasses.replace(xla.BACKEND, name="hopper", opaque=True)
+    kernel = dataclasses.replace(xla.BACKEND, name="hopper", is_partitioned=True)
     monkeypatch.setattr(dispatch, "BACKENDS", (kernel, *dispatch.BACKENDS[1:]))
 
 
@@ -50,17 +51,13 @@ def compiled(arrays, specs, **options):
     return jax.jit(functools.partial(value_and_grads, "hopper", **options)).lower(put).compile(), put
 
 
-def close(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * max(1, float(jnp.abs(y).max()))), a, b)
-
-
 DROPOUT = {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
 FUNCTION = Mask.from_function(lambda b, h, i, j: (i + j + h + b) % 3 > 0)
 
 
 @pytest.mark.parametrize("spec", [BATCH, HEADS], ids=["batch", "heads"])
 @pytest.mark.parametrize("bias_shape", [(1, 1, 24, 24), (4, 1, 1, 24), (1, 4, 24, 1), (4, 4, 24, 24)], ids=str)
-def test_each_device_attends_to_its_own(opaque, spec, bias_shape):
+def test_each_device_attends_to_its_own(partitioned, spec, bias_shape):
     operands = arrays(bias_shape)
     options = {"is_causal": True, "key_value_seq_lengths": jnp.array([24, 3, 17, 9]), **DROPOUT}
     specs = dict.fromkeys(("query", "key", "value"), spec)
@@ -73,13 +70,13 @@ def test_each_device_attends_to_its_own(opaque, spec, bias_shape):
     assert "all-gather(" not in run.as_text()
 
 
-def test_heads_stay_whole_where_a_mask_function_reads_them(opaque):
+def test_heads_stay_whole_where_a_mask_function_reads_them(partitioned):
     operands = arrays()
     run, put = compiled(operands, dict.fromkeys(("query", "key", "value"), HEADS), mask=FUNCTION)
     close(run(put), value_and_grads("xla", operands, mask=FUNCTION))
 
 
-def test_batch_ids_are_those_of_the_whole_batch(opaque):
+def test_batch_ids_are_those_of_the_whole_batch(partitioned):
     operands = arrays()
     mask = Mask.from_function(lambda b, h, i, j: (i + j + b) % 3 > 0)
     run, put = compiled(operands, dict.fromkeys(("query", "key", "value"), BATCH), mask=mask)
@@ -87,27 +84,27 @@ def test_batch_ids_are_those_of_the_whole_batch(opaque):
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x")], ids=["lengths", "head_dim"])
-def test_other_axes_are_not_divided(opaque, spec):
+def test_other_axes_are_not_divided(partitioned, spec):
     operands = arrays()
     run, put = compiled(operands, dict.fromkeys(("query", "key", "value"), spec), is_causal=True)
     close(run(put), value_and_grads("xla", operands, is_causal=True))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["one_query_head_a_key_head", "one_key_head"])
-def test_groups_of_one_and_one_group(opaque, heads):
+def test_groups_of_one_and_one_group(partitioned, heads):
     operands = {name: normal(n, 2, 24, h, 8) for n, (name, h) in enumerate(zip(("query", "key", "value"), (*heads, heads[1]), strict=True))}
     run, put = compiled(operands, dict.fromkeys(operands, BATCH))
     close(run(put), value_and_grads("xla", operands))
     assert "all-gather(" not in run.as_text()
 
 
-def test_one_head_and_one_batch_entry(opaque):
+def test_one_head_and_one_batch_entry(partitioned):
     operands = {name: normal(n, 1, 24, 1, 8) for n, name in enumerate(("query", "key", "value"))}
     run, put = compiled(operands, {"query": P(None, "x")})
     close(run(put), value_and_grads("xla", operands))
 
 
-def test_second_derivatives_and_eager_calls(opaque):
+def test_second_derivatives_and_eager_calls(partitioned):
     operands = arrays()
     f = lambda implementation: lambda q: jnp.sin(flash_attention(**(operands | {"query": q}), implementation=implementation)).sum()
     second = lambda f: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(operands["query"])

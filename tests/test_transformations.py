@@ -12,6 +12,7 @@ from jax import export
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import NamedSharding, PartitionSpec
 from oracle import differentiable, reference_attention
+from tolerance import close
 
 from flash_jax import Mask, dispatch, flash_attention
 from flash_jax.backends.base import Device
@@ -26,10 +27,6 @@ def normal(seed, *shape):
 
 def qkv(length=40, batch=2, heads=2, head_dim=8, seed=0):
     return tuple(normal(seed + n, batch, length, heads, head_dim) for n in range(3))
-
-
-def close(a, b, tolerance=2e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(y).max()))), a, b)
 
 
 def gradients(f, *args):
@@ -144,7 +141,7 @@ def test_saving_the_named_residuals_saves_the_forward(policy, forwards, monkeypa
     close(got, expected)
 
 
-def test_scan_over_layers_with_a_mask_in_the_carry():
+def test_scan_over_layers_with_masks():
     x, _, _ = qkv(24)
     weights, lengths = 0.3 * normal(9, 3, 8, 8), jnp.array([[24, 24], [9, 20], [3, 1]])
     layer = lambda h, w, mask: h + attention(h @ w, h, h, mask=mask, is_causal=True)

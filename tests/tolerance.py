@@ -1,5 +1,6 @@
-"""The one tolerance of the whole suite."""
+"""The one tolerance for what is compared with the definition, and one for two results of ours that should be the same."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,3 +20,8 @@ def assert_as_exact_as_unfused(name: str, got, unfused, expected, dtype) -> None
     error = lambda x: np.abs(x - expected).max()
     allowed = 2 * error(unfused) + 8 * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
     assert error(got) <= allowed, f"{name}: error {error(got):.3g}, allowed {allowed:.3g}"
+
+
+def close(a, b, tolerance=2e-5) -> None:
+    """Trees of float32 results of two ways to say the same, which may differ in the order of sums: by `tolerance` of the largest value."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(y).max()))), a, b)

@@ -31,7 +31,8 @@ class Backend:
     backward: `(problem, config, operands, out, lse, dout, dlse, wanted) -> gradients`: one entry for each name in `wanted` (a
       subset of `problem.DIFFERENTIABLE`), with the shape and dtype of that operand. The cotangent of lse enters only
       through `delta = sum(out * dout) - dlse`.
-    opaque: made of kernels that XLA cannot look into, and so cannot divide over devices: `partition` says how.
+    is_partitioned: under a sharded `jit`, `partition` says how to divide it over devices. (For kernels, into which XLA cannot look; not on
+      TPU, whose compiler has no way to ask.)
     whole: instead of the two, for an implementation that brings its own derivative rules: `(problem, operands) -> out`.
     """
 
@@ -40,5 +41,5 @@ class Backend:
     default_config: Callable[[Problem, Device], Any]
     forward: Callable[[Problem, Any, Operands], tuple[Array, Array]] | None = None
     backward: Callable[[Problem, Any, Operands, Array, Array, Array, Array, tuple[str, ...]], dict[str, Array]] | None = None
-    opaque: bool = False
+    is_partitioned: bool = False
     whole: Callable[[Problem, Operands], Array] | None = None

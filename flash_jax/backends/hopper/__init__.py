@@ -65,4 +65,4 @@ def _backward(
     return backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
 
-BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, opaque=True)
+BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, is_partitioned=True)

@@ -79,7 +79,8 @@ def slice_tile(x: Array, axis: int, tile: Array, block: int) -> Array:
 
 
 def at_slot(x: Array, batch_slot: Array, head_slot: Array) -> Array:
-    """Drop the two leading axes of the layout. (A symbolic batch has no order, but is not equal to 1.)"""
+    """Drop the two leading axes of the layout."""
+    # Not `> 1`: a symbolic batch has no order, but is not equal to 1.
     x = lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else batch_slot, keepdims=False)
     return lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else head_slot, keepdims=False)
 
