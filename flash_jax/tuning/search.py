@@ -54,7 +54,7 @@ def candidates(head_dim: int, v_head_dim: int) -> list:
             continue
         config = Config(warpgroups, block_kv, stages, take_turns, separate_out, swizzle)
         accumulators = (block_kv * 3 // 2 + v_head_dim) // 2  # registers of S, P and O
-        if shared_memory(config, head_dim, v_head_dim) <= _SHARED_MEMORY and accumulators + 40 <= config.registers[0]:
+        if shared_memory(config, head_dim, v_head_dim) <= _SHARED_MEMORY and accumulators + 32 <= config.registers[0]:
             found.append(config)
     return found
 
