@@ -200,8 +200,11 @@ class _Rows:
         operands = map(read, function.kinds, refs)
         return functions.evaluate(function, q_ids.shape, batch, self.tile.head, q_ids, kv_ids, *operands)
 
-    def logits(self, qk, kv_tile, masked: bool, blank: bool = False):
-        """Raw products, or base-2 logits where more than a scale is applied; -inf where masked."""
+    def logits(self, qk, kv_tile, kv_labels, masked: bool, blank: bool = False):
+        """Raw products, or base-2 logits where more than a scale is applied; -inf where masked.
+
+        kv_labels: the labels of the keys in shared memory, or None.
+        """
         kv_start = kv_tile * self.config.block_kv
         s = qk
         if self.factor is None:
@@ -213,9 +216,9 @@ class _Rows:
             below = lambda bound: None if bound is None else bound - kv_start
             s = pipeline.keep_interval(s, below(self.kv_lo), below(self.kv_hi))
         if self.q_labels is not None:
-            ref = self.g.kv_labels
-            labels = self._load(ref.at[_shared(ref, 0, self.tile.b), pl.ds(kv_start, self.config.block_kv)], COLUMNS)
-            s = jnp.where(self.column(self.q_labels) == self._beside_keys(labels), s, -jnp.inf)
+            labels = self._beside_keys(self._load(kv_labels, COLUMNS))
+            plgpu.commit_smem()  # before the copy engine overwrites them
+            s = jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
         for ref in self.g.dense:
             s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
         for n, ref in (self.g.blocks or {}).items():
@@ -271,12 +274,13 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
     out_dtype = dtype if parts == 1 else jnp.dtype(jnp.float32)
     block_kv, stages, num_compute = config.block_kv, config.stages, config.warpgroups
     q_pad = -(-problem.q_len // config.block_q) * config.block_q
-    clears = masked.clears
+    clears, has_labels = masked.clears, inputs.kv_labels is not None
+    assert clears or not has_labels
     assert config.separate_out or (head_dim == v_head_dim and parts == 1)
     leaves, tree = jax.tree.flatten(inputs)
     num_multiprocessors = inputs.table.shape[0]
 
-    def body(*refs, q_s, k_s, v_s, out_s, lse_s, marks_s, q_full, q_empty, k_full, v_full, k_empty, v_empty, all_here):
+    def body(*refs, q_s, k_s, v_s, labels_s, out_s, lse_s, marks_s, q_full, q_empty, k_full, v_full, k_empty, v_empty, all_here):
         *input_refs, out_g, lse_g = refs
         g: Inputs = jax.tree.unflatten(tree, input_refs)
         out_s = q_s if out_s is None else out_s
@@ -302,7 +306,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                 def step(j, count):
                     slot = slot_of(count)
-                    at = (tile.b, pl.ds(kv_tile_of(tile, j) * block_kv, block_kv), kv_head)
+                    keys = pl.ds(kv_tile_of(tile, j) * block_kv, block_kv)
+                    at = (tile.b, keys, kv_head)
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(g.key.at[at], k_s.at[slot], k_full.at[slot])
 
@@ -315,6 +320,9 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(g.value.at[at], v_s.at[slot], v_full.at[slot])
+                    if has_labels:
+                        labels = g.kv_labels.at[_shared(g.kv_labels, 0, tile.b), keys]
+                        plgpu.copy_gmem_to_smem(labels, labels_s.at[slot], v_full.at[slot])
                     return count + 1
 
                 return lax.fori_loop(0, tile.steps, step, count)
@@ -346,12 +354,14 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                             plgpu.barrier_wait(v_full.at[slot])
                         plgpu.wgmma(acc_ref, p16, v_s.at[slot])
 
+                    def logits(qk, slot, kv_tile, *is_masked):
+                        if clears:
+                            plgpu.barrier_wait(v_full.at[slot])
+                        return rows.logits(qk, kv_tile, labels_s.at[slot] if has_labels else None, *is_masked)
+
                     def clear(p16, slot, is_masked):
-                        """V is there, and what it holds in keys whose weights are all 0 is not, for the product to come."""
-                        if not clears:
-                            return
-                        plgpu.barrier_wait(v_full.at[slot])
-                        if is_masked:
+                        """What V holds in keys whose weights are all 0 is not there for the product to come."""
+                        if clears and is_masked:
                             pl.when(tile.unseen != 0)(lambda: clear_columns(p16, slot))
 
                     def clear_columns(p16, slot):
@@ -367,7 +377,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
                         kv_tile = kv_tile_of(tile, 0)
-                        p, state, _ = rows.softmax(rows.logits(qk, kv_tile, masked.any, masked.blank), None, masked.any)
+                        p, state, _ = rows.softmax(logits(qk, slot, kv_tile, masked.any, masked.blank), None, masked.any)
                         p16 = rows.weights(p, kv_tile)
                         clear(p16, slot, masked.any)
                         return (*state, p16)
@@ -385,7 +395,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        p, state, alpha = rows.softmax(rows.logits(qk, kv_tile, is_masked), state, is_masked)
+                        p, state, alpha = rows.softmax(logits(qk, slot, kv_tile, is_masked), state, is_masked)
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[v_slot])
                         p16 = rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
@@ -448,13 +458,14 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "q_s": swizzled((num_compute, WARPGROUP_ROWS, head_dim), dtype),
         "k_s": swizzled((stages, block_kv, head_dim), dtype),
         "v_s": swizzled((stages, block_kv, v_head_dim), dtype, config.v_swizzle),
+        "labels_s": plgpu.SMEM((stages, block_kv), jnp.int32) if has_labels else None,
         "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
         "marks_s": plgpu.SMEM((num_compute, clean.WARPS, 4), jnp.int32) if clears else None,
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),
-        "v_full": plgpu.Barrier(num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=2 if has_labels else 1, num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "all_here": plgpu.Barrier(num_arrivals=num_compute) if clears else None,

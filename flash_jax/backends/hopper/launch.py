@@ -62,8 +62,14 @@ def _untuned(head_dim: int, v_head_dim: int, wants_registers: bool) -> list[Conf
 
 
 def _suits(config: Config, problem: Problem) -> bool:
-    """Whether the tiles fit the block maps: their words, and 192 rows only if blocks are as high; lower blocks would share a tile."""
+    """Whether the tiles fit the mask.
+
+    Labels spill with three compute warpgroups. Block maps want whole words of keys, and 192 rows only if blocks are as high: lower ones
+    would share a tile.
+    """
     sizes = problem.mask.block_sizes
+    if problem.mask.has_labels and config.warpgroups == 3:
+        return False
     return not sizes or (
         config.block_kv % blocks.WORD == 0 and (config.warpgroups < 3 or all(rows % config.block_q == 0 for rows, _ in sizes))
     )
