@@ -67,7 +67,16 @@ CASES = {  # arrays, options
     "dropout": ({}, {"is_causal": True, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)}),
     "deterministic": ({}, {"is_causal": True, "deterministic_backward": True}),
 }
-KNOWN = {  # (jax, case, head_dim): bytes that its kernels spill, stored and loaded, where registers do not suffice
+KNOWN = {  # (jax, case, head_dim): bytes that its kernels spill at most, stored and loaded, where registers do not suffice
+    ("0.11", "gqa", 64): 12,
+    ("0.11", "packed", 64): 56,
+    ("0.11", "bias", 64): 904,
+    ("0.11", "soft_cap", 64): 176,
+    ("0.11", "soft_cap", 256): 8,
+    ("0.11", "dropout", 64): 664,
+    ("0.11", "dropout", 128): 24,
+    ("0.11", "dropout", 256): 116,
+    ("0.11", "deterministic", 64): 24,
     ("0.12", "bias", 64): 888,
     ("0.12", "soft_cap", 64): 176,
     ("0.12", "dropout", 64): 752,
@@ -94,4 +103,4 @@ def test_kernels_stay_in_registers(name, head_dim, tmp_path, monkeypatch):
     expected = ("backward", "dbias") if name == "bias" else ("backward",)  # a forward that was compiled before leaves no dump
     assert all(any(kind in kernel.name for kernel in found) for kind in expected), found
     assert not any(kernel.serialised for kernel in found), found
-    assert sum(kernel.spilled for kernel in found) == KNOWN.get((JAX, name, head_dim), 0), found
+    assert sum(kernel.spilled for kernel in found) <= KNOWN.get((JAX, name, head_dim), 0), found
