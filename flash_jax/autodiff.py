@@ -72,7 +72,7 @@ def attend(problem: Problem, backend: Backend, config, device: Device, operands:
     call = Call(problem, backend, config, device, tree)
     nondifferentiable = set(range(len(leaves))) - set(call.positions().values())
     leaves = [jax.lax.stop_gradient(x) if n in nondifferentiable else x for n, x in enumerate(leaves)]
-    out, lse = _attend_p.bind(*_vary_alike(leaves), call=call)
+    out, lse = _attend_p[backend.is_partitioned].bind(*_vary_alike(leaves), call=call)
     return out, lse
 
 
@@ -133,7 +133,7 @@ def _abstract_attend_vjp(*args, call: Call):
 
 # ----------------------------------------------------------------------------------------------------- differentiation
 def _attend_jvp_rule(leaves, tangents, *, call: Call):
-    out, lse = _attend_p.bind(*leaves, call=call)
+    out, lse = _attend_p[call.backend.is_partitioned].bind(*leaves, call=call)
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     dotted = {name: tangents[n] for name, n in call.positions().items() if not isinstance(tangents[n], ad.Zero)}
     if not dotted:
@@ -146,7 +146,7 @@ def _attend_jvp_transpose(cotangents, *args, call: Call):
     primals = args[: call.tree.num_leaves + 2]
     out, lse = primals[-2:]
     dout, dlse = (jnp.zeros_like(x) if isinstance(ct, ad.Zero) else ct for ct, x in zip(cotangents, (out, lse), strict=True))
-    return [None] * len(primals) + _attend_vjp_p.bind(*primals, dout, dlse, call=call)
+    return [None] * len(primals) + _attend_vjp_p[call.backend.is_partitioned].bind(*primals, dout, dlse, call=call)
 
 
 def _differentiate(function):
@@ -218,7 +218,7 @@ def _by_device(primitive: Primitive, function, axes):
     """`function`, divided over devices where XLA cannot do that itself; `axes(call)`: of the arguments after the leaves, and of results."""
 
     def by_device(*args, call: Call):
-        if not call.backend.is_partitioned or call.is_local:
+        if call.is_local:
             return function(*args, call=call)
         more, results = axes(call)
         leaves = call.operands(args[: call.tree.num_leaves])
@@ -264,14 +264,14 @@ def _primitive(name: str, function, abstract, differentiate, per_leaf_results: b
 
 _OUT_LSE = [partition.axes(name) for name in ("out", "lse")]
 
-_attend_p = _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False, lambda call: ([], _OUT_LSE))
+# Lowering a partitioned backend needs the devices, which export over a mesh does not have: hence primitives of its own.
+_attend_p = {
+    False: _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False),
+    True: _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False, lambda call: ([], _OUT_LSE)),
+}
 _attend_jvp_p = _primitive("flash_attention_jvp", _attend_jvp, _abstract_attend_jvp, _differentiate(_attend_jvp), False)
-_attend_vjp_p = _primitive(
-    "flash_attention_vjp",
-    _attend_vjp,
-    _abstract_attend_vjp,
-    _differentiate(_attend_vjp_by_xla),
-    True,
-    lambda call: (2 * _OUT_LSE, [partition.axes(name) for name in call.wanted]),
-)
+_attend_vjp_p = {
+    axes is not None: _primitive("flash_attention_vjp", _attend_vjp, _abstract_attend_vjp, _differentiate(_attend_vjp_by_xla), True, axes)
+    for axes in (None, lambda call: (2 * _OUT_LSE, [partition.axes(name) for name in call.wanted]))
+}
 ad.primitive_transposes[_attend_jvp_p] = _attend_jvp_transpose

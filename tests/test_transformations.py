@@ -236,6 +236,14 @@ def test_export_with_a_symbolic_batch():
         close(exported.call(*args), f(*args), 1e-6)
 
 
+def test_export_over_a_mesh():
+    args, sharding = qkv(40), NamedSharding(_mesh(), P("x"))
+    f = lambda *a: attention(*a, is_causal=True)
+    exported = export.export(jax.jit(f, in_shardings=sharding, out_shardings=sharding))(*args)
+    assert exported.nr_devices == 2
+    close(jax.jit(exported.call)(*(jax.device_put(x, sharding) for x in args)), f(*args), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_x64_mode_changes_nothing(dtype):
     arguments, _, _ = BY_NAME["everything"].build()
