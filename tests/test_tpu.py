@@ -14,9 +14,9 @@ from test_implementations import check
 from tpu_support import DEVICE, SLICED, WHOLE, attention, interpreted
 
 from flash_jax import Mask, api, schedule
-from flash_jax.backends import tpu
+from flash_jax.backends import functions, tpu
 from flash_jax.backends.base import Device
-from flash_jax.backends.tpu import functions, launch, plan
+from flash_jax.backends.tpu import launch, plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.visibility import RowRule
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from flash_jax import schedule
-from flash_jax.backends.tpu.functions import hoist, why_not
+from flash_jax.backends.functions import hoist, why_not
 from flash_jax.problem import Operands, Problem
 from flash_jax.visibility import MaskFunction, by_function
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_jax.backends import functions
 from flash_jax.backends.base import Backend, Device
 from flash_jax.backends.tpu import backward as _backward
 from flash_jax.backends.tpu import forward as _forward
-from flash_jax.backends.tpu import functions
 from flash_jax.backends.tpu.config import KNOWN_KINDS, LANES, Config, Tiles, default_config
 from flash_jax.problem import Operands, Problem
 
