@@ -156,12 +156,14 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
       Booleans of the given shape. O(q_len * kv_len) memory: for tests and for comparing with other code.
     """
     key, rate = dropout.check_key("key", key), dropout.check_rate("rate", rate)
-    if len(shape) < 3:
+    _check_flag("broadcast_dropout", broadcast_dropout)
+    sizes = tuple(static_int("shape", n) for n in shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) < 3 or min(sizes) < 0:
         raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
-    *batch, num_heads, q_len, kv_len = (static_int("shape", n) for n in shape)
+    *batch, num_heads, q_len, kv_len = sizes
     rows = _dropout_row_keys(key, masks.Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
     kept = dropout.keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
-    return jnp.broadcast_to(kept, (math.prod(batch), num_heads, q_len, kv_len)).reshape(shape)
+    return jnp.broadcast_to(kept, (math.prod(batch), num_heads, q_len, kv_len)).reshape(sizes)
 
 
 class Request(NamedTuple):

@@ -154,6 +154,10 @@ class Mask:
         `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes over, traced or not, work
         too; kernels serve them where each is indexed by row, key or head alone (`ids[batch, q_index] == ids[batch, kv_index]`).
         """
+        if not callable(function):
+            raise TypeError(f"Mask.from_function: function must be callable, got {type(function).__name__}.")
+        if isinstance(per, str) or not isinstance(per, Sequence):
+            raise TypeError(f"Mask.from_function: per must be a sequence of {OPERAND_KINDS}, got {per!r}.")
         per = tuple(per)
         if len(per) != len(operands):
             raise ValueError(f"Mask.from_function: per must name one layout for each of the {len(operands)} operands, got {per}.")
@@ -189,6 +193,8 @@ def segment_ids(cu_seqlens, length: int) -> Array:
       int32 `[length]`: `n` inside sequence `n`; positions past the last sequence get `num_sequences`, so padding sees padding only.
     """
     cu_seqlens, length = as_array("segment_ids: cu_seqlens", cu_seqlens), static_int("segment_ids: length", length)
+    if length < 0:
+        raise ValueError(f"segment_ids: length must not be negative, got {length}.")
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise ValueError(
             f"segment_ids: cu_seqlens must be a vector of integers [num_sequences + 1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}."
@@ -409,7 +415,10 @@ def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) ->
 def _positions(name: str, array, shape: Shape) -> Array:
     """Offsets and lengths `[*batch]` as int32 `[1 | batch]`, clipped to where more means the same."""
     if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
-        array = np.clip(np.asarray(array, np.int64), -_END, _END)  # jnp.asarray would drop the high half of an int64
+        array = np.asarray(array)
+        array = (
+            np.minimum(array, min(_END, np.iinfo(array.dtype).max)).astype(np.int64).clip(-_END)
+        )  # jnp.asarray would drop the high half of an int64
     array = _integers(name, array)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)

@@ -38,7 +38,7 @@ def visible_scores(problem: Problem, operands: Operands) -> Array:
         heads = jnp.arange(problem.num_heads, dtype=jnp.int32)
         seen &= visibility.by_function(function, mask.batch_ids, heads, q_ids, kv_ids, arrays)
     if operands.bias is not None:
-        seen &= operands.bias > -jnp.inf
+        seen &= operands.bias != -jnp.inf
     return jnp.broadcast_to(seen, (problem.batch, problem.num_heads, problem.q_len, problem.kv_len))
 
 

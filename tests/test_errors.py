@@ -255,6 +255,11 @@ def test_a_declined_implementation_says_why(monkeypatch):
     assert "picky: head_dim 8 is odd." in str(explanation)
 
 
+def test_a_length_past_every_integer_means_all():
+    out = flash_attention(**good(), key_value_seq_lengths=np.array([2**63, 3], np.uint64), return_residual=True)[1]
+    np.testing.assert_allclose(out, np.log(np.array([KV_LEN, 3.0]))[:, None, None] * np.ones(out.shape), rtol=1e-6)
+
+
 def test_a_symbolic_length():
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, t, 4, 8"), jnp.float32)
     with pytest.raises(ValueError, match=r"query: len must be a number, got t\. Only batch axes may be symbolic"):
@@ -317,6 +322,12 @@ def test_explain_takes_what_flash_attention_takes():
         (lambda: dropout_mask(KEY, 0.5, (2, 2)), ValueError, r"shape must be \(\*batch, num_heads, q_len, kv_len\), got \(2, 2\)"),
         (lambda: dropout_mask(KEY, 0.5, (4, 1, 2, 2), q_offset=jnp.arange(3)), ValueError, r"q_offset must have shape \[4\], got \[3\]"),
         (lambda: dropout_mask(KEY, 0.5, (1, 2, 2), q_offset=1.5), TypeError, "q_offset must hold integers, got float32"),
+        (lambda: dropout_mask(KEY, 0.5, 5), ValueError, r"shape must be \(\*batch, num_heads, q_len, kv_len\), got 5"),
+        (lambda: dropout_mask(KEY, 0.5, (2, 3, -4)), ValueError, r"shape must be .*got \(2, 3, -4\)"),
+        (lambda: dropout_mask(KEY, 0.5, (2, 3, 4), broadcast_dropout=1), TypeError, "broadcast_dropout must be True or False.*got int"),
+        (lambda: segment_ids([0, 3], -1), ValueError, "segment_ids: length must not be negative, got -1"),
+        (lambda: Mask.from_function(3), TypeError, "Mask.from_function: function must be callable, got int"),
+        (lambda: Mask.from_function(lambda *_: True, zeros(2), per=3), TypeError, "Mask.from_function: per must be a sequence.*got 3"),
     ],
 )
 def test_bad_input_to_the_helpers(make, error, text):

@@ -75,3 +75,11 @@ def test_poison_reaches_nothing(name, block_sizes):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected[2:]))
     for poison in (jnp.nan, jnp.inf, -jnp.inf, 3e38):
         jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
+
+
+def test_nan_in_a_bias_that_is_seen_is_no_mask():
+    bias = ARRAYS["bias"].copy()
+    bias[0, 1, 3, 4] = np.nan
+    out = np.asarray(flash_attention(**(ARRAYS | {"bias": bias}), implementation="xla", block_sizes=(4, 4)))
+    assert np.isnan(out[0, 3, 1]).all()
+    assert np.isnan(out).sum() == D

@@ -234,6 +234,11 @@ def test_export_with_a_symbolic_batch():
     for batch in (1, 3):
         args = qkv(40, batch)
         close(exported.call(*args), f(*args), 1e-6)
+    scope = export.SymbolicScope()
+    shapes = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float32) for s in ("b, 40, 2, 8", "b, 2, 40, 40")]
+    g = jax.jit(lambda x, bias: gradients(lambda x, bias: attention(x, x, x, bias), x, bias))
+    with_bias = qkv(40, 3)[0], normal(4, 3, 2, 40, 40)
+    close(export.export(g)(*shapes).call(*with_bias), g(*with_bias), 1e-6)
 
 
 def test_export_over_a_mesh():

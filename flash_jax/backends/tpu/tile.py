@@ -114,7 +114,7 @@ class Tile:
         """Booleans of the tile's shape; None: all of it. A bias of -inf hides too."""
         terms = self._mask() if masked else []
         if self.bias is not None:
-            terms.append(self.bias > -jnp.inf)
+            terms.append(self.bias != -jnp.inf)
         if not terms:
             return None
         return jnp.broadcast_to(functools.reduce(jnp.logical_and, terms), self.shape)

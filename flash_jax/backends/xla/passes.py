@@ -255,7 +255,7 @@ def _add_bias(slot: Slot, total: Array, i: Array, j: Array, dlogits: Array) -> A
     """Add a tile `[b, h, group, block_q, block_kv]`, summed over the axes that the bias shares, to the bias's gradient."""
     size = (1, 1, *(block if n > 1 else 1 for n, block in zip(total.shape[2:], dlogits.shape, strict=True)))
     at = (*slot.index, 0, 0, 0, i * slot.config.block_q, j * slot.config.block_kv)
-    start = [jnp.int32(k if n > 1 else 0) for n, k in zip(total.shape, at, strict=True)]
+    start = [jnp.int32(0 if n == 1 else k) for n, k in zip(total.shape, at, strict=True)]
     shared = tuple(axis for axis, n in enumerate(size[2:]) if n == 1)
     part = dlogits.sum(shared, keepdims=True)[None, None]
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)

@@ -154,7 +154,7 @@ class Slot:
                 terms.append(keys_first(visibility.in_blocks(blocks, sizes, self.q_ids(i), kv_ids)))
             terms += [self.by_function(n, i, j) for n in range(len(a.functions))]
         if a.bias is not None:
-            terms.append(self.tile(a.bias, i, j) > -jnp.inf)
+            terms.append(self.tile(a.bias, i, j) != -jnp.inf)
         if not terms:
             return AllSeen()
         scores = functools.reduce(jnp.logical_and, terms)
