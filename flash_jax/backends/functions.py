@@ -9,7 +9,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 from flash_jax import visibility
 from flash_jax.problem import Operands, Problem
@@ -105,7 +105,7 @@ def hoist(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
 def _value(problem: Problem, batch_ids, function: MaskFunction, kind: str, arrays: tuple):
     """`[1 | batch, len]` of a function that reads only what its kind says, at all rows, keys or heads, and 0 of the others."""
     sizes = {"head": problem.num_heads, "query": problem.q_len, "key": problem.kv_len}
-    ids = [jnp.arange(n if name == kind else 1, dtype=jnp.int32) for name, n in sizes.items()]
+    head_ids, q_ids, kv_ids = (jnp.arange(n if name == kind else 1, dtype=jnp.int32) for name, n in sizes.items())
     cut = tuple(x[:, :1] if of in sizes and of != kind else x for x, of in zip(arrays, function.kinds, strict=True))
-    values = visibility.by_function(function, batch_ids, *ids, cut)
+    values = visibility.by_function(function, batch_ids, head_ids, q_ids, kv_ids, cut)
     return values.reshape(values.shape[0], -1)[:, 0] if kind == "scalar" else values.reshape(values.shape[0], -1)
