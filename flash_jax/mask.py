@@ -415,10 +415,8 @@ def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) ->
 def _positions(name: str, array, shape: Shape) -> Array:
     """Offsets and lengths `[*batch]` as int32 `[1 | batch]`, clipped to where more means the same."""
     if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
-        array = np.asarray(array)
-        array = (
-            np.minimum(array, min(_END, np.iinfo(array.dtype).max)).astype(np.int64).clip(-_END)
-        )  # jnp.asarray would drop the high half of an int64
+        array = np.asarray(array)  # jnp.asarray would drop the high half of an int64
+        array = np.minimum(array, min(_END, np.iinfo(array.dtype).max)).astype(np.int64).clip(-_END)
     array = _integers(name, array)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)

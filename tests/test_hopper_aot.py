@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled to machine code for an H200, without one: no spills, no products that wait for each other."""
+"""The Hopper kernels compiled to machine code for an H200, without one: no spills but known ones, no products that wait for others."""
 
 import re
 from typing import NamedTuple

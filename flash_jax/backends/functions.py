@@ -9,7 +9,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage] (a name that its module does not list)
 
 from flash_jax import visibility
 from flash_jax.problem import Operands, Problem

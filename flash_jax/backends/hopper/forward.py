@@ -96,25 +96,25 @@ class Inputs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """An entry of the table.
+    """An entry of the table: what a tile of rows visits, and, once it is dealt out, which rows.
 
-    b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
     steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
     first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
     full_begin, full_end: steps that need no mask.
     visible: 0 where no row sees any key. unseen: 0 where every key of the key tiles is seen by a row of its batch entry.
+    b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
     """
 
-    b: Any
-    head: Any
-    q_tile: Any
-    out: Any
     steps: Any
     first: Any
     full_begin: Any
     full_end: Any
     visible: Any
     unseen: Any
+    b: Any = None
+    head: Any = None
+    q_tile: Any = None
+    out: Any = None
 
 
 class Masked(NamedTuple):

@@ -1,6 +1,6 @@
 """What the forward kernel is fed: its configuration, padded operands, the schedule as a table, and the mask on what schedules leave."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -186,11 +186,11 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) 
             found = schedule.tile_lists(kinds)
             lists, masked = found.index, Masked(True, False, True, True, clears)
             zero = jnp.zeros_like(found.end)
-            steps = Steps(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32), zero + 1)
+            steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32), zero + 1)
         else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
             masked = Masked(True, True, True, parts > 1, clears)
             steps = _steps_of_ranges(schedule.ranges_of_kinds(kinds), unseen)
-    steps = Steps(*(x[:, None] if x.ndim == 2 else x for x in steps))
+    steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
     if parts > 1:
         steps = _split(steps, parts, 1 if lists is not None else -1)
     if isinstance(steps.steps, np.ndarray):
@@ -200,25 +200,18 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) 
         counts = (b >= 0).sum(1, dtype=np.int32)
     else:
         b, head, tile, counts = work.deal_by_data(steps.steps, problem.batch, problem.num_heads, MULTIPROCESSORS)
-    fields = [x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile] for x in steps]
-    part = tile % parts
-    entry = Tile(b, head, tile // parts, part * problem.batch + b, *fields)
+    steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
+    entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
     table = np.stack(entry, axis=-1) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry], axis=-1)
     return jnp.asarray(table, jnp.int32), jnp.asarray(counts), masked, lists
 
 
-class Steps(NamedTuple):
-    """The fields of `Tile` that say what a tile of rows visits, `[1 | batch, 1 | num_heads, tiles]`."""
-
-    steps: Any
-    first: Any
-    full_begin: Any
-    full_end: Any
-    visible: Any
-    unseen: Any
+def _each(function: Callable, tiles: Tile) -> Tile:
+    """Of what tiles visit, arrays `[1 | batch, 1 | num_heads, tiles]`, each."""
+    return Tile(*(None if x is None else function(x) for x in tiles))
 
 
-def _steps_of_ranges(ranges: schedule.Ranges, unseen: np.ndarray | Array | None) -> Steps:
+def _steps_of_ranges(ranges: schedule.Ranges, unseen: np.ndarray | Array | None) -> Tile:
     """Key tiles from last to first; at least one step. unseen: `host.unseen_tiles`."""
     numpy = jnp if isinstance(ranges.end, Array) else np
     begin, full_begin, full_end, end = ranges
@@ -229,10 +222,10 @@ def _steps_of_ranges(ranges: schedule.Ranges, unseen: np.ndarray | Array | None)
     else:  # bounds may be shared by the batch where labels are not
         tile = np.arange(unseen.shape[-1])
         visits_unseen = ((begin[..., None] <= tile) & (tile < end[..., None]) & (unseen[:, None] != 0)).any(-1).astype(np.int32)
-    return Steps(end - begin, end - 1, end - full_end, end - full_begin, (ranges.end > 0).astype(np.int32), visits_unseen)
+    return Tile(end - begin, end - 1, end - full_end, end - full_begin, (ranges.end > 0).astype(np.int32), visits_unseen)
 
 
-def _split(steps: Steps, parts: int, direction: int) -> Steps:
+def _split(steps: Tile, parts: int, direction: int) -> Tile:
     """The steps of each tile in `parts` pieces, one after the other, each a tile of its own; one without any takes a step that is hidden.
 
     direction: 1 where `first` counts up from step to step, -1 where it counts down.
@@ -245,7 +238,7 @@ def _split(steps: Steps, parts: int, direction: int) -> Steps:
     start = numpy.minimum(start, every - 1)
     here = numpy.clip(left, 1, length)
     within = lambda bound: numpy.clip(bound[..., None] - start, 0, here)
-    pieces = Steps(
+    pieces = Tile(
         here,
         steps.first[..., None] + direction * start,
         within(steps.full_begin),
@@ -253,4 +246,4 @@ def _split(steps: Steps, parts: int, direction: int) -> Steps:
         steps.visible[..., None] * (left > 0).astype(np.int32),
         steps.unseen[..., None] + 0 * start,
     )
-    return Steps(*(x.reshape(*x.shape[:-2], -1) for x in pieces))
+    return _each(lambda x: x.reshape(*x.shape[:-2], -1), pieces)
