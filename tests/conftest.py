@@ -29,6 +29,8 @@ def pytest_configure(config):
     # Read when jax is imported, and inherited by the processes that tests start.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+    # Threads of XLA, by default one a core: an interpreted kernel holds one for each of its warpgroups while they wait for each other.
+    os.environ["NPROC"] = "16"
 
 
 def pytest_report_header(config):

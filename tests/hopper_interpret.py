@@ -240,3 +240,15 @@ def interpreted(multiprocessors: int = 3):
         finally:
             interpret_pallas_call.reset_gpu_interpret_mode_state()
             jax.clear_caches()
+
+
+def gradients_one_by_one(backward, residuals, wanted) -> dict:
+    """`backward(*residuals, wanted)`, inside `interpreted`, one kernel after the other: that of the bias depends on no other.
+
+    XLA would run the two at once, on the one state that the interpreter has for all.
+    """
+    result = {}
+    for names in (tuple(n for n in wanted if n != "bias"), tuple(n for n in wanted if n == "bias")):
+        if names:
+            result |= jax.block_until_ready(jax.jit(lambda *x, names=names: backward(*x, names))(*residuals))
+    return result
