@@ -1,6 +1,8 @@
 """Options of the test suite, and where it runs: on two CPU devices, or with --device on what the machine has."""
 
+import json
 import os
+from pathlib import Path
 
 import hypothesis
 
@@ -21,6 +23,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("flash_jax")
     for marker, what in OPT_IN.items():
         group.addoption(f"--{marker}", action="store_true", help=f"run {what}")
+    group.addoption("--record", type=Path, metavar="FILE.json", help="write down each test's outcome, and what it ran on")
 
 
 def pytest_configure(config):
@@ -50,3 +53,15 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if runs(item)]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The file that tuning tables name: which test passed, with which configuration of a kernel."""
+    if (path := config.getoption("--record")) is None:
+        return
+    from flash_jax.bench.timing import provenance
+
+    reports = [report for kind in ("passed", "failed", "skipped", "error") for report in terminalreporter.stats.get(kind, [])]
+    tests = {report.nodeid: {"outcome": report.outcome, **dict(report.user_properties)} for report in reports}
+    command = " ".join(["python -m pytest", *(f"--{marker}" for marker in OPT_IN if config.getoption(f"--{marker}"))])
+    path.write_text(json.dumps({"provenance": provenance() | {"command": command}, "tests": dict(sorted(tests.items()))}, indent=1))

@@ -20,12 +20,15 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"cuDNN takes bfloat16 and float16, got {problem.dtype.name}."
     if problem.head_dim != problem.v_head_dim or problem.head_dim % 8 or problem.head_dim > 128:
         return f"cuDNN takes one head_dim, a multiple of 8 up to 128, got {problem.head_dim} and {problem.v_head_dim}."
+    if problem.q_len % 2 or problem.kv_len % 2:
+        return f"`jax.nn` takes even lengths only where it may be differentiated, got {problem.q_len} rows and {problem.kv_len} keys."
     declined = {
         "return_residual and sinks, since its lse is rounded and has no gradient": problem.wants_lse,
         "bias, since one of -inf would give NaN": problem.bias_shape is not None,
         "logits_soft_cap": problem.logits_soft_cap is not None,
         "dropout_rate": problem.dropout_rate > 0,
         "a scale that is an array": problem.scale is None,
+        "a scale that is not positive, of which its gradient is NaN": problem.scale is not None and problem.scale <= 0,
         "deterministic_backward": problem.deterministic_backward,
         "block_sizes": problem.block_sizes is not None,
         "masks that depend on data or are no interval, since a row might see no key": not problem.mask.is_interval
