@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
+from cases import BY_NAME, CASES
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from oracle import differentiable, in_float64, of_case, unfused, value_and_gradients
 from test_implementations import check
 from tolerance import assert_as_exact_as_unfused
@@ -90,3 +91,21 @@ def test_deterministic_gradients_repeat_bitwise(case, head_dim):
         first = jax.device_get(gradients(arrays, dout, dlse))
         for _ in range(19):
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(gradients(arrays, dout, dlse)), first)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="this machine has one device")
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=["batch", "heads"])
+@pytest.mark.parametrize("name", ["gqa", "packed", "bias_shared_batch_hides", "everything"])
+def test_two_devices_divide_the_work(name, spec):
+    divided = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), spec)
+    for implementation in kernels():
+        found = []
+
+        def attention(found=found, implementation=implementation, **arguments):
+            arguments |= {n: jax.lax.with_sharding_constraint(arguments[n], divided) for n in ("query", "key", "value")}
+            out, lse = flash_attention(**arguments, implementation=implementation, return_residual=True)
+            jax.debug.inspect_array_sharding(out, callback=found.append)
+            return out, lse
+
+        check(in_dtype(BY_NAME[name], "bfloat16"), attention)
+        assert found and all(sharding.is_equivalent_to(divided, 4) for sharding in found)
