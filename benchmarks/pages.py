@@ -130,6 +130,17 @@ def residual_memory(results: dict) -> str:
     return f"{what}: at most {worst[0]:.2f}, in `{worst[1]}`, with {worst[2]:.0f} and {worst[3]:.0f} MB."
 
 
+def first_calls(results: dict) -> str:
+    """Seconds of trace and compile, a line for each row and side."""
+    lines = [
+        [r["row"], r["phase"], r["side"], *(f"{r[part]:.1f}" if part in r else r["refused"] for part in ("trace", "compile"))]
+        for r in results["rows"]
+    ]
+    return f"{origin(results)}, {results['provenance']['processor']}.\n\n" + table(
+        ["row", "phase", "side", "trace, s", "compile, s"], lines
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- training
 def training(results: dict) -> str:
     """Tokens a second, a line for each model, length and recomputation."""
@@ -170,6 +181,8 @@ def results_page(files: dict[str, dict]) -> str:
             text += ["### Block-sparse\n", sparse(results), "\n### The time of a tile under a mask\n", cost_of_features(results), ""]
         if results["preset"] == "sweep" and results["provenance"]["platform"] == "gpu":
             text += ["### Memory\n", residual_memory(results), ""]
+    if "h200_first_call" in files:
+        text += ["## Before the first call\n", first_calls(files["h200_first_call"]), ""]
     if "h200_training" in files:
         text += ["## Training steps\n", training(files["h200_training"]), ""]
     if "h200_loss_curves" in files:
