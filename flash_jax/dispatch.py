@@ -44,17 +44,19 @@ class Explanation:
 
     implementation: the name of the one that runs.
     config: its tiles and other settings of speed.
+    why_config: why these.
     device: where it runs.
     why_not: for each other implementation, the first reason why it does not run.
     """
 
     implementation: str
     config: Any
+    why_config: str
     device: Device
     why_not: dict[str, str]
 
     def __str__(self) -> str:
-        tiles = "" if self.config is None else f" with {self.config}"
+        tiles = "" if self.config is None else f" with {self.config} ({self.why_config})"
         lines = [f"{self.implementation}: runs on {self.device.kind} ({self.device.platform}){tiles}"]
         return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.why_not.items()])
 
@@ -98,4 +100,8 @@ def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backe
     for name in NAMES:
         if name != chosen.name and name not in reasons:
             reasons[name] = _why_not(by_name[name], problem, device) or f"could run, but {chosen.name} comes first."
-    return chosen, Explanation(chosen.name, chosen.default_config(problem, device), device, reasons)
+    if chosen.why_config is not None:
+        why_config = chosen.why_config(problem, device)
+    else:
+        why_config = "the default" if problem.block_sizes is None else f"block_sizes={problem.block_sizes}"
+    return chosen, Explanation(chosen.name, chosen.default_config(problem, device), why_config, device, reasons)

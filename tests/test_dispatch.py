@@ -59,13 +59,15 @@ def test_explain_says_what_runs_and_why_not_the_others():
     assert set(explanation.why_not) == set(dispatch.NAMES) - {"xla"}
     text = str(explanation)
     assert text.startswith("xla: runs on cpu (cpu) with Config(block_q=64, block_kv=64")
+    assert text.splitlines()[0].endswith("(the default)")
     assert len(text.splitlines()) == len(dispatch.NAMES)
     assert all(len(reason) > 20 for reason in explanation.why_not.values())
 
 
 def test_explain_agrees_with_the_call_on_arrays_and_tiles():
     q = jnp.ones((1, 8, 2, 4))
-    assert explain(q, q, q, block_sizes=(4, 2)).config == xla.Config(block_q=4, block_kv=2)
+    chosen = explain(q, q, q, block_sizes=(4, 2))
+    assert (chosen.config, chosen.why_config) == (xla.Config(block_q=4, block_kv=2), "block_sizes=(4, 2)")
     assert explain(q, q, q, implementation=("xla",)).implementation == "xla"
 
 

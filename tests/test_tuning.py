@@ -38,9 +38,9 @@ def test_the_users_table_goes_before_the_packages(folders):
     folders[1].mkdir()
     (folders[1] / "NVIDIA_H200.json").write_text(json.dumps({"device": H200.kind, "entries": [entry]}))
     table._entries.cache_clear()
-    assert table.lookup(H200.kind, KEY) == {"block_kv": 96}
+    assert table.lookup(H200.kind, KEY) == ({"block_kv": 96}, "somewhere")
     table.store(H200.kind, KEY, {"block_kv": 64}, "here")
-    assert table.lookup(H200.kind, KEY) == {"block_kv": 64}
+    assert table.lookup(H200.kind, KEY) == ({"block_kv": 64}, "here")
     assert table.lookup("NVIDIA H100 80GB HBM3", KEY) is None
     assert table.lookup(H200.kind, KEY._replace(jax="0.99")) is None
 
@@ -51,8 +51,8 @@ def test_an_entry_replaces_the_one_with_its_key_only(folders):
         path = table.store(H200.kind, key, {"block_kv": block_kv}, "here")
     assert path.parent == folders[0]
     assert len(json.loads(path.read_text())["entries"]) == 2
-    assert table.lookup(H200.kind, KEY) == {"block_kv": 128}
-    assert table.lookup(H200.kind, other) == {"block_kv": 32}
+    assert table.lookup(H200.kind, KEY) == ({"block_kv": 128}, "here")
+    assert table.lookup(H200.kind, other) == ({"block_kv": 32}, "here")
 
 
 def test_a_broken_table_is_named(folders):
@@ -68,6 +68,7 @@ def test_the_kernel_takes_what_was_found_where_it_suits():
     assert launch.default_config(problem(), H200) != found
     table.store(H200.kind, KEY, dataclasses.asdict(found), "here")
     assert launch.default_config(problem(), H200) == found
+    assert launch.why_config(problem(), H200) == "measured on NVIDIA H200: here"
     assert launch.default_config(problem(is_causal=True), H200) == found
     blocks = problem(mask=Mask.from_blocks(jnp.ones((2, 4, 4), bool), 128, 128))
     assert launch.default_config(blocks, H200) == found

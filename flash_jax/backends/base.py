@@ -31,6 +31,7 @@ class Backend:
     backward: `(problem, config, operands, out, lse, dout, dlse, wanted) -> gradients`: one entry for each name in `wanted` (a
       subset of `problem.DIFFERENTIABLE`), with the shape and dtype of that operand. The cotangent of lse enters only
       through `delta = sum(out * dout) - dlse`.
+    why_config: `(problem, device) -> words`, why the default is this one; None where one rule explains them all.
     is_partitioned: under a sharded `jit`, `partition` says how to divide it over devices. (For kernels, into which XLA cannot look; not on
       TPU, whose compiler has no way to ask.)
     whole: instead of the two, for an implementation that brings its own derivative rules: `(problem, operands) -> out`.
@@ -41,5 +42,6 @@ class Backend:
     default_config: Callable[[Problem, Device], Any]
     forward: Callable[[Problem, Any, Operands], tuple[Array, Array]] | None = None
     backward: Callable[[Problem, Any, Operands, Array, Array, Array, Array, tuple[str, ...]], dict[str, Array]] | None = None
+    why_config: Callable[[Problem, Device], str] | None = None
     is_partitioned: bool = False
     whole: Callable[[Problem, Operands], Array] | None = None

@@ -30,12 +30,12 @@ def user_folder() -> pathlib.Path:
     return pathlib.Path(os.environ.get("FLASH_JAX_TUNING") or pathlib.Path(cache) / "flash_jax" / "tuning")
 
 
-def lookup(device_kind: str, key: Key) -> dict[str, Any] | None:
-    """The fields of the configuration for a card, the user's own before the package's; None where nobody has searched."""
+def lookup(device_kind: str, key: Key) -> tuple[dict[str, Any], str] | None:
+    """A card's configuration, as fields, and where its results are; the user's own before the package's."""
     for folder in (user_folder(), _PACKAGED):
         found = _entries(_path(folder, device_kind)).get(key)
         if found is not None:
-            return found["config"]
+            return found["config"], found["results"]
     return None
 
 

@@ -36,22 +36,40 @@ def default_config(problem: Problem, device: Device) -> Config:
 
     Short queries have tiles of their own, and so have mask functions, which want registers.
     """
+    return _choice(problem, device)[0]
+
+
+def why_config(problem: Problem, device: Device) -> str:
+    """See `backends.base.Backend.why_config`."""
+    return _choice(problem, device)[1]
+
+
+def _choice(problem: Problem, device: Device) -> tuple[Config, str]:
     head_dim, v_head_dim = head_dims(problem)
     if packing.num_rows(problem) <= WARPGROUP_ROWS:  # what counts is how many bytes are in flight
         block_kv, stages = {64: (128, 4), 128: (64, 5), 192: (64, 3), 256: (32, 4)}[head_dim]
-        return Config(1, block_kv, stages, take_turns=False, v_swizzle=min(128, 2 * block_kv))
-    found = None if problem.mask.functions else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
-    configs = _untuned(head_dim, v_head_dim, bool(problem.mask.functions))
-    return next(config for config in ([Config(**found)] if found else []) + configs if _suits(config, problem))
+        return Config(1, block_kv, stages, take_turns=False, v_swizzle=min(128, 2 * block_kv)), "for a group of at most 64 rows"
+    functions = bool(problem.mask.functions)
+    found = None if functions else lookup(device.kind, Key("hopper forward", head_dim, v_head_dim))
+    choices = [] if found is None else [(Config(**found[0]), f"measured on {device.kind}: {found[1]}")]
+    if functions:
+        why = "what fits the registers that a mask function leaves"
+    elif _LINKER_IGNORES_REGISTERS:
+        why = f"no spills where JAX {jax.__version__} ignores setmaxnreg"
+    else:
+        why = f"not measured on {device.kind} for these head dims; python -m flash_jax.tuning.search does it"
+    choices += [(config, why) for config in _untuned(head_dim, v_head_dim, functions)]
+    return next(choice for choice in choices if _suits(choice[0], problem))
+
+
+# From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
+# compute warpgroups) do not spill.
+_LINKER_IGNORES_REGISTERS = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 
 
 def _untuned(head_dim: int, v_head_dim: int, wants_registers: bool) -> list[Config]:
-    """In order of preference.
-
-    From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
-    compute warpgroups) do not spill.
-    """
-    few_registers = wants_registers or tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+    """In order of preference."""
+    few_registers = wants_registers or _LINKER_IGNORES_REGISTERS
     if head_dim == 64:
         return [Config(3, 64 if few_registers else 128), Config(2, 128)]
     if head_dim == 128:
