@@ -1,6 +1,7 @@
 """Bytes that reach HBM, by hardware counters, beside what `flash_jax.io_model` predicts.
 
     python benchmarks/counters.py measure benchmarks/results/counters.json    # needs Nsight Compute's ncu and the right to read counters
+    python benchmarks/counters.py measure counters.json --seconds 100         # as many of the cases as fit, ours and the shortest first
     python benchmarks/counters.py report benchmarks/results/counters.json     # Markdown on stdout, and a plot beside the file
 
 Each computation starts with a cache that holds other data, all of it clean: a sum over 512 MB is read before it. The same sum after it
@@ -11,10 +12,12 @@ import argparse
 import csv
 import ctypes
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -27,32 +30,32 @@ from flash_jax.bench.rows import BLOCK, Row
 from flash_jax.bench.sides import SIDES
 from flash_jax.bench.timing import provenance
 
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum", "gpu__time_duration.sum")
-NAMES = ("read", "written", "cache", "nanoseconds")
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")  # few enough that no kernel runs twice
+NAMES = ("read", "written", "nanoseconds")
 GPT2_MEDIUM = PRESETS["paper"]()[0]
 SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
 
 
-def rows(few: bool) -> list[Row]:
+def rows() -> list[Row]:
     """Lengths at head_dim 128, three of them at 64 and 256, block-sparse patterns, and the table of the FlashAttention paper."""
-    if few:
-        return [Row(TOKENS // 4096, 4096, 16, 128)]
     sizes = [(n, 128) for n in (1024, 2048, 4096, 8192, 16384)] + [(n, d) for d in (64, 256) for n in (1024, 4096, 16384)]
     plain = [Row(TOKENS // n, n, CHANNELS // d, d) for n, d in sizes]
     return [*plain, *(Row(1, TOKENS, CHANNELS // 128, 128, density=density) for density in DENSITIES), GPT2_MEDIUM]
 
 
-def sides_of(row: Row) -> list[str]:
-    """Block-sparse attention is ours alone."""
-    return [name for name in SIDE_NAMES if row.density is None or name == "flash_jax"]
+def cases() -> list[tuple[Row, str]]:
+    """What is counted, in this order: the table of the paper, fused kernels, the standard computation; block-sparse, only ours."""
+    fused = [(row, name) for row in rows() for name in SIDE_NAMES if name != "jax.nn" and (row.density is None or name == "flash_jax")]
+    standard = [(row, "jax.nn") for row in rows() if row.density is None]
+    return sorted([*fused, *standard], key=lambda case: case[0] != GPT2_MEDIUM)
 
 
 # ------------------------------------------------------------------------------------------------------- under the profiler
-def run(few: bool) -> None:
+def run(seconds: float) -> None:
     """What ncu watches: for each case a mark, the sum, a mark, the computation; and the sum once more at the end."""
-    todo = [(row, name) for row in rows(few) for name in sides_of(row)]
-    with ThreadPoolExecutor() as pool:
-        sides = list(pool.map(lambda case: compiled.compile_side(*case, SIDES[case[1]](case[0])), todo))
+    began = time.monotonic()
+    pool = ThreadPoolExecutor()
+    sides = [(row, name, pool.submit(compiled.compile_side, row, name, SIDES[name](row))) for row, name in cases()]
     profiler = ctypes.CDLL("libcuda.so.1")
     mark, eight = jax.jit(lambda x: x ^ 1), jnp.zeros(8, jnp.int32)
     flush, large = jax.jit(lambda x: x.sum(dtype=jnp.int32)), jnp.ones(2**29, jnp.int8)
@@ -63,45 +66,45 @@ def run(few: bool) -> None:
             jax.block_until_ready(call())
         profiler.cuProfilerStop()
 
-    for (row, name), side in zip(todo, sides, strict=True):
-        for phase, call in side.calls(jax.jit(row.draw)()).items():
-            jax.block_until_ready((call(), mark(eight), flush(large)))  # the first call of an executable does more
+    def say(kind, *what):
+        sys.stdout.write(f"{kind} {json.dumps(what)}\n")
+        sys.stdout.flush()
+
+    for row, name, side in sides:
+        if time.monotonic() - began > seconds:
+            side.cancel()
+            say("left out", row.name, name, "the time given was over")
+            continue
+        try:
+            calls = side.result().calls(jax.jit(row.draw)())
+            for call in calls.values():  # the first call of an executable does more
+                jax.block_until_ready((call(), mark(eight), flush(large)))
+        except Exception as error:  # it may not fit
+            say("left out", row.name, name, f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300])
+            continue
+        for phase, call in calls.items():
             counted(call)
-            sys.stdout.write(f"case {json.dumps([row.name, name, phase])}\n")
-            sys.stdout.flush()
+            say("case", row.name, name, phase)
+        del calls, call  # and with them the arrays
     counted()
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
-def measure(out: pathlib.Path, few: bool) -> None:
+def measure(out: pathlib.Path, seconds: float) -> None:
     """Run the cases under ncu and write what it counted."""
     log = out.with_suffix(".csv")
-    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--target-processes"]
-    command += [
-        "application-only",
-        "--metrics",
-        ",".join(METRICS),
-        "--csv",
-        "--page",
-        "raw",
-        "--print-units",
-        "base",
-        "--log-file",
-        str(log),
-    ]
-    command += [sys.executable, __file__, "run", *["--few"] * few]
+    options = "--clock-control none --cache-control none --profile-from-start off --target-processes application-only --csv --page raw"
+    options += f" --print-units base --metrics {','.join(METRICS)}"
+    command = ["ncu", *options.split(), "--log-file", str(log), sys.executable, __file__, "run", "--seconds", str(seconds)]
     quick = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # products by cuBLAS: a search for faster ones takes minutes
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "XLA_FLAGS": quick}).stdout
-    cases = [json.loads(line.removeprefix("case ")) for line in shown.splitlines() if line.startswith("case ")]
-    lines = log.read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith('"ID"'))
-    head, _, *kernels = csv.reader(lines[first:])
+    said = lambda kind: [json.loads(line.removeprefix(kind)) for line in shown.splitlines() if line.startswith(kind)]
+    where = {"command": f"python benchmarks/counters.py measure --seconds {seconds:g}", "XLA_FLAGS": quick, "ncu": options}
+    results = {"provenance": provenance() | where, "left_out": said("left out"), "cases": []}
+    head, _, *kernels = csv.reader(line for line in log.read_text().splitlines() if line.startswith('"'))
     columns = [head.index(name) for name in ("Kernel Name", *METRICS)]
     counted = split([[line[column] for column in columns] for line in kernels])
-    results = {
-        "provenance": provenance() | {"command": "python benchmarks/counters.py measure", "XLA_FLAGS": quick, "ncu": command[1:-2]},
-        "cases": [],
-    }
-    for (row, side, phase), kernels, after in zip(cases, counted[1::2], counted[2::2], strict=True):
+    for (row, side, phase), kernels, after in zip(said("case"), counted[1::2], counted[2::2], strict=True):
         left = sum(kernel["written"] for kernel in after)
         results["cases"].append({"row": row, "side": side, "phase": phase, "kernels": kernels, "left_in_cache": left})
     out.write_text(json.dumps(results, indent=1) + "\n")
@@ -138,9 +141,10 @@ def predict(row: Row, side: str, phase: str) -> tuple[int, int]:
 
 def table(results: dict) -> list[dict]:
     """Of each case: bytes measured and predicted."""
-    by_name = {row.name: row for row in rows(False)}
+    by_name = {row.name: row for row in rows()}
+    order = lambda case: (list(by_name).index(case["row"]), SIDE_NAMES.index(case["side"]))
     lines = []
-    for case in results["cases"]:
+    for case in sorted(results["cases"], key=order):
         row = by_name[case["row"]]
         model, stored = predict(row, case["side"], case["phase"])
         read = sum(kernel["read"] for kernel in case["kernels"])
@@ -212,12 +216,12 @@ def main() -> None:
         commands.add_parser(name).add_argument("file", type=pathlib.Path)
     commands.add_parser("run", help="what ncu watches")
     for command in (commands.choices["measure"], commands.choices["run"]):
-        command.add_argument("--few", action="store_true", help="one row, to see whether it works")
+        command.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this time")
     o = parser.parse_args()
     if o.command == "run":
-        run(o.few)
+        run(o.seconds)
     elif o.command == "measure":
-        measure(o.file, o.few)
+        measure(o.file, o.seconds)
     else:
         lines = table(json.loads(o.file.read_text()))
         sys.stdout.write(markdown(lines))

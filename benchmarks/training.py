@@ -8,6 +8,7 @@ The model is that of examples/train_gpt.py.
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -22,16 +23,20 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
-from train_gpt import ATTENTION, COLOR, LABEL, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
+from paper import LABEL
+from train_gpt import ATTENTION, COLOR, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
 
+from flash_jax.bench.sides import PACKAGES, call_tokamax
 from flash_jax.bench.timing import provenance
 
-WARM, ROUNDS = 2, 6
+ROUNDS = 5
 H200 = PRESETS["h200"]
 HEADS = ((16, 64), (8, 128))
 LENGTHS = (1024, 4096, 16384)
 CURVES = dataclasses.replace(H200, heads=8, head_dim=128, tokens=4096)
 SEEDS = (0, 1)
+if importlib.util.find_spec(PACKAGES["tokamax"]):
+    ATTENTION["tokamax"] = call_tokamax
 
 
 def tiny(config: Config) -> Config:
@@ -80,7 +85,11 @@ def _compile(config: Config):
     try:
         return Training(config).compiled_step(_batch(config))
     except Exception as error:  # out of memory, mostly; whatever it is, it is a result
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]
+        return _in_short(error)
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
 def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> tuple[tuple, list[dict]]:
@@ -100,13 +109,21 @@ def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> tupl
             else:
                 taken[config] = []
         rows.append(row)
-    for turn in range(WARM + ROUNDS):
+    for config, row in zip(variants, rows, strict=True):  # a first step each, which may find that there is too little memory after all
+        if config in taken:
+            try:
+                *carry, loss = steps[config](*carry, batch)
+                loss.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                row["outcome"] = _in_short(error)
+                del taken[config]
+                carry = Training(config).begin(0)
+    for _ in range(ROUNDS):
         for config in random.sample(list(taken), len(taken)):
             start = time.perf_counter()
             *carry, loss = steps[config](*carry, batch)
             loss.block_until_ready()
-            if turn >= WARM:
-                taken[config].append(time.perf_counter() - start)
+            taken[config].append(time.perf_counter() - start)
     for config, row in zip(variants, rows, strict=True):
         if config in taken:
             row["seconds"] = taken[config]

@@ -90,7 +90,7 @@ def test_kernels_between_marks():
 
 def test_what_stays_in_the_cache_counts_as_written():
     counters = module("counters")
-    row = counters.rows(False)[0]
+    row = counters.rows()[0]
     kernels = [{"read": 5.0, "written": 7.0}, {"read": 1.0, "written": 0.0}]
     case = {"row": row.name, "side": "flash_jax", "phase": "forward", "kernels": kernels, "left_in_cache": 3.0}
     (line,) = counters.table({"cases": [case]})
@@ -119,25 +119,33 @@ def test_what_does_not_run_is_a_result(monkeypatch):
     import dataclasses
     from types import SimpleNamespace
 
+    import jax
+
     training = module("training")
     base = dataclasses.replace(training.H200, seq=8)
-    runs, fails, large = (dataclasses.replace(base, attention=name) for name in ("flash", "jax_xla", "jax_cudnn"))
+    runs, fails, large, late = (dataclasses.replace(base, attention=name) for name in ("flash", "jax_xla", "jax_cudnn", "tokamax"))
 
-    def step(temporary):
-        call = lambda params, state, tokens: (params + 1, state, np.float32(0))
-        result = lambda *arguments: (*call(*arguments)[:2], SimpleNamespace(block_until_ready=lambda: None))
+    def step(temporary, fault=None):
+        def result(params, state, tokens):
+            if fault is not None:
+                raise fault
+            return params + 1, state, SimpleNamespace(block_until_ready=lambda: None)
+
         result.memory_analysis = lambda: SimpleNamespace(temp_size_in_bytes=temporary, argument_size_in_bytes=1)
         return result
 
     monkeypatch.setattr(training, "memory_limit", lambda: 1e9)
-    steps = {runs: step(10), fails: "ValueError: no", large: step(2e9)}
-    carry, rows = training._race([runs, fails, large], steps, (0, 0), np.zeros((2, 9), np.int32))
-    assert carry[0] == training.WARM + training.ROUNDS
-    assert [row["outcome"] for row in rows] == ["ran", "ValueError: no", "out of memory: needs 2.0 of 1.0 GB"]
+    monkeypatch.setattr(training, "Training", lambda config: SimpleNamespace(begin=lambda seed: (10, 0)))
+    steps = {runs: step(10), fails: "ValueError: no", large: step(2e9), late: step(10, jax.errors.JaxRuntimeError("out of memory"))}
+    carry, rows = training._race([runs, fails, large, late], steps, (0, 0), np.zeros((2, 9), np.int32))
+    assert carry[0] == 10 + training.ROUNDS  # begun anew after the failure
+    outcomes = ["ran", "ValueError: no", "out of memory: needs 2.0 of 1.0 GB", "JaxRuntimeError: out of memory"]
+    assert [row["outcome"] for row in rows] == outcomes
     assert len(rows[0]["seconds"]) == training.ROUNDS
     assert rows[0]["tokens_per_second"] == rows[0]["tokens"] / np.median(rows[0]["seconds"])
     assert rows[0]["tokens"] == 16
     assert "tokens_per_second" not in rows[2]
+    assert "tokens_per_second" not in rows[3]
 
 
 def test_results_files_say_where_they_come_from():

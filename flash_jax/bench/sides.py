@@ -25,8 +25,13 @@ def _jax_nn(row: Row, implementation: Literal["xla", "cudnn"] = "xla") -> Attent
     return lambda arrays: jax.nn.dot_product_attention(**row.dense_words(arrays), implementation=implementation)
 
 
+def call_tokamax(*qkv: jax.Array, **words) -> jax.Array:
+    """`tokamax.dot_product_attention`, imported when it is called."""
+    return _module("tokamax").dot_product_attention(*qkv, **words)
+
+
 def _tokamax(row: Row) -> Attention:
-    return lambda arrays: _module("tokamax").dot_product_attention(**row.dense_words(arrays))
+    return lambda arrays: call_tokamax(**row.dense_words(arrays))
 
 
 def _fa3(row: Row) -> Attention:
