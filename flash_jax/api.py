@@ -1,5 +1,6 @@
 """`flash_attention`, the one public call; `explain`, which says what it will do; `dropout_mask`, which writes out what it drops."""
 
+import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -14,7 +15,19 @@ from flash_jax import dispatch, dropout
 from flash_jax import mask as masks
 from flash_jax.autodiff import attend
 from flash_jax.mask import Mask
-from flash_jax.problem import FLOAT32_MAX, FLOAT32_TINY, Operands, Problem, as_array, check_qkv, static_float, static_int, static_scale
+from flash_jax.problem import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    Operands,
+    Problem,
+    as_array,
+    check_qkv,
+    fold_batch,
+    static_float,
+    static_int,
+    static_scale,
+    unfold_batch,
+)
 
 Query = Float[Array, "*batch q_len heads head_dim"]
 Key = Float[Array, "*batch kv_len kv_heads head_dim"]
@@ -99,18 +112,19 @@ def flash_attention(
     _check_flag("return_residual", return_residual)
     request = prepare(**arguments, wants_lse=return_residual or sinks is not None)
     device = dispatch.current_device(query, key, value)
-    problem, batch = request.problem, request.batch
+    problem = request.problem
+    unfold = functools.partial(unfold_batch, like=as_array("query", query), count=len(request.batch))
     backend, explanation = dispatch.choose(problem, device, implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):  # nothing to visit; the derivative rules need not know
         out = jnp.zeros(problem.out_shape, problem.dtype)
         lse = jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype)
     elif backend.whole is not None:
-        return backend.whole(problem, request.operands).reshape(*batch, *problem.out_shape[1:])
+        return unfold(backend.whole(problem, request.operands))
     else:
         out, lse = attend(problem, backend, explanation.config, device, request.operands)
     if request.sinks is not None:
         out, lse = _with_sinks(out, lse, request.sinks)
-    out, lse = out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+    out, lse = unfold(out), unfold(lse)
     return (out, lse) if return_residual else out
 
 
@@ -259,9 +273,9 @@ def prepare(
             raise ValueError("dropout_key is required when dropout_rate is not 0, got None. Pass a jax.random.key.")
         row_keys = _dropout_row_keys(dropout_key, shape, q_offset, broadcast_dropout)
     operands = Operands(
-        query=query.reshape(size, *query.shape[-3:]),
-        key=key.reshape(size, *key.shape[-3:]),
-        value=value.reshape(size, *value.shape[-3:]),
+        query=fold_batch(query, len(batch)),
+        key=fold_batch(key, len(batch)),
+        value=fold_batch(value, len(batch)),
         bias=bias,
         scale=_scale_operand(scale, problem),
         mask=visibility.operands,

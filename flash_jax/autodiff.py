@@ -32,6 +32,7 @@ from flash_jax import partition
 from flash_jax.backends import xla
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
+from flash_jax.varying import vary_alike
 
 Array = jax.Array
 
@@ -72,15 +73,8 @@ def attend(problem: Problem, backend: Backend, config, device: Device, operands:
     call = Call(problem, backend, config, device, tree)
     nondifferentiable = set(range(len(leaves))) - set(call.positions().values())
     leaves = [jax.lax.stop_gradient(x) if n in nondifferentiable else x for n, x in enumerate(leaves)]
-    out, lse = _attend_p[backend.is_partitioned].bind(*_vary_alike(leaves), call=call)
+    out, lse = _attend_p[backend.is_partitioned].bind(*vary_alike(leaves), call=call)
     return out, lse
-
-
-def _vary_alike(leaves: list[Array]) -> list[Array]:
-    """Inside `shard_map`: every operand varies over the mesh axes that any of them varies over."""
-    varying = [jax.typeof(x).mat.varying for x in leaves]
-    union = frozenset().union(*varying)
-    return [jax.lax.pcast(x, tuple(union - axes), to="varying") if union - axes else x for x, axes in zip(leaves, varying, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------- what they compute
@@ -149,10 +143,17 @@ def _attend_jvp_transpose(cotangents, *args, call: Call):
     return [None] * len(primals) + _attend_vjp_p[call.backend.is_partitioned].bind(*primals, dout, dlse, call=call)
 
 
-def _differentiate(function):
+def _differentiate(function, abstract):
+    """By JAX, through loops of `xla` that know no explicit axes of a mesh: their results go where `abstract` says."""
+
     def rule(primals, tangents, *, call: Call):
-        tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
-        return jax.jvp(functools.partial(function, call=call), tuple(primals), tangents)
+        f = functools.partial(function, call=call)
+        avals = [jax.typeof(x) for x in primals]
+        explicit = {axis for x in avals for axis in x.sharding.mesh.explicit_axes}
+        if explicit:
+            shardings = [x.sharding for x in abstract(*avals, call=call)]
+            f = jax.sharding.auto_axes(lambda *args: list(function(*args, call=call)), axes=tuple(explicit), out_sharding=shardings)
+        return jax.jvp(f, tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
 
     return rule
 
@@ -269,9 +270,13 @@ _attend_p = {
     False: _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False),
     True: _primitive("flash_attention", _attend, _abstract_attend, _attend_jvp_rule, False, lambda call: ([], _OUT_LSE)),
 }
-_attend_jvp_p = _primitive("flash_attention_jvp", _attend_jvp, _abstract_attend_jvp, _differentiate(_attend_jvp), False)
+_attend_jvp_p = _primitive(
+    "flash_attention_jvp", _attend_jvp, _abstract_attend_jvp, _differentiate(_attend_jvp, _abstract_attend_jvp), False
+)
 _attend_vjp_p = {
-    axes is not None: _primitive("flash_attention_vjp", _attend_vjp, _abstract_attend_vjp, _differentiate(_attend_vjp_by_xla), True, axes)
+    axes is not None: _primitive(
+        "flash_attention_vjp", _attend_vjp, _abstract_attend_vjp, _differentiate(_attend_vjp_by_xla, _abstract_attend_vjp), True, axes
+    )
     for axes in (None, lambda call: (2 * _OUT_LSE, [partition.axes(name) for name in call.wanted]))
 }
 ad.primitive_transposes[_attend_jvp_p] = _attend_jvp_transpose

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax.problem import as_array, static_int
+from flash_jax.problem import as_array, fold_batch, static_int
 from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, interval
 
 Array = jax.Array
@@ -409,7 +409,7 @@ def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) ->
         raise ValueError(f"{name} must have shape {list(want)}, got {list(array.shape)}.")
     if all(n == 1 for n in array.shape[:lead]):
         return array.reshape(1, *trailing)
-    return jnp.broadcast_to(array, want).reshape(math.prod(shape.batch), *trailing)
+    return fold_batch(jnp.broadcast_to(array, want), len(shape.batch))
 
 
 def _positions(name: str, array, shape: Shape) -> Array:
@@ -456,7 +456,7 @@ def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dty
     array = array.reshape(full)
     if all(n == 1 for n in full[:lead]):
         return array.reshape(1, *full[lead:])
-    return jnp.broadcast_to(array, (*shape.batch, *full[lead:])).reshape(math.prod(shape.batch), *full[lead:])
+    return fold_batch(jnp.broadcast_to(array, (*shape.batch, *full[lead:])), lead)
 
 
 def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ...]]:

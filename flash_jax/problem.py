@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from flash_jax.visibility import MaskOperands, MaskSpec
 
@@ -100,6 +101,22 @@ def as_array(name: str, x) -> Array:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from None
+
+
+def fold_batch(x: Array, count: int) -> Array:
+    """The first `count` axes as one, divided over a mesh with explicit axes by all that divides them."""
+    shape, sharding = (math.prod(x.shape[:count]), *x.shape[count:]), jax.typeof(x).sharding
+    spec = sharding.spec
+    names = tuple(name for axis in spec[:count] if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,)))
+    return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=PartitionSpec(names, *spec[count:])) if names else None)
+
+
+def unfold_batch(x: Array, like: Array, count: int) -> Array:
+    """The first axis as the first `count` axes of `like`, and divided as these."""
+    shape, sharding = (*like.shape[:count], *x.shape[1:]), jax.typeof(x).sharding
+    spec = jax.typeof(like).sharding.spec[:count]
+    divided = any(axis is not None for axis in spec)
+    return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=PartitionSpec(*spec, *sharding.spec[1:])) if divided else None)
 
 
 def static_int(name: str, x) -> int:

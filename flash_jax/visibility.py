@@ -9,11 +9,15 @@ line up against it; the reference evaluates one tile that spans everything, the 
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage] (a name that its module does not list)
+
+from flash_jax.varying import vary_alike
 
 Array = jax.Array
 
@@ -82,8 +86,35 @@ class MaskFunction:
     def __call__(self, batch, head, q_id, kv_id, *operands):
         num_captured = self.kinds.count("captured")
         captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
-        (visible,) = eval_jaxpr(self.jaxpr, captured, batch, head, q_id, kv_id, *rest)
+        (visible,) = evaluate(self.jaxpr, (*captured, batch, head, q_id, kv_id, *rest))
         return visible
+
+
+_CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # and the parameter that holds the function
+
+
+def called(equation) -> ClosedJaxpr | None:
+    """The function that an equation does nothing but call."""
+    name = equation.primitive.name
+    return equation.params[_CALLS[name]] if name in _CALLS else None
+
+
+def bind(equation, inputs: Sequence) -> Sequence:
+    """The results of one equation."""
+    results = equation.primitive.bind(*vary_alike(inputs), **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]
+
+
+def evaluate(jaxpr, values: Sequence, bind: Callable[[Any, Sequence], Sequence] = bind) -> list:
+    """A function on captured arrays and arguments, equation by equation; called functions are looked into."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+    number = lambda v: np.asarray(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    read = lambda v: number(v) if isinstance(v, Literal) else known[v]
+    for equation in jaxpr.eqns:
+        inputs, inner = [read(v) for v in equation.invars], called(equation)
+        results = bind(equation, inputs) if inner is None else evaluate(inner.jaxpr, (*inner.consts, *inputs), bind)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 class MaskSpec(NamedTuple):

@@ -93,6 +93,7 @@ def test_declines_other_devices_and_functions_that_are_no_arithmetic():
         return tpu.BACKEND.why_not(api.prepare(x, x, x, mask=Mask.from_function(function)).problem, DEVICE)
 
     assert "uses sin" in reason(lambda b, h, q, k: jnp.sin(q * k * 1.0) > 0)
+    assert "uses scan" in reason(lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, c: c + q - k, 0) > 0)
     assert "by row and key together" in reason(lambda b, h, q, k: table[q, k])
     assert reason(lambda b, h, q, k: jnp.sin(q * 1.0) > k) is None
     assert reason(lambda b, h, q, k: table[q, 0] & table[0, k] & table[h, h]) is None

@@ -194,6 +194,18 @@ def test_shard_map_second_derivatives():
     close(push(mapped), push(_biased), 1e-4)
 
 
+def test_shard_map_second_derivatives_under_a_mask_function():
+    args, labels = qkv(20), jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 20)))
+
+    def f(q, k, v, labels):
+        visible = lambda b, h, i, j, label: jnp.where(h > 0, (label + i - j) % 3 < 2, label > 0) & (jnp.abs(label + j) > 1)
+        return attention(q, k, v, mask=Mask.from_function(visible, labels, per=("query",)))
+
+    mapped = jax.shard_map(f, mesh=_mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    push = lambda f: jax.jit(jax.jvp, static_argnums=0)(jax.grad(lambda q: (f(q, *args[1:], labels) ** 2).sum()), args[:1], args[1:2])[1]
+    close(push(mapped), push(f), 1e-4)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
 def test_mesh_with_explicit_axes(spec):
     """Shardings are part of the types: the result is sharded as the query is, and vmap folds its axis beside the sharded one."""
@@ -208,6 +220,29 @@ def test_mesh_with_explicit_axes(spec):
         close(out, attention(*args))
         mapped = jax.jit(jax.vmap(attention, (0, None, None)))(put(stacked, P(None, *spec)), k, v)
         close(mapped, jnp.stack([attention(x, *args[1:]) for x in stacked]))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_second_derivatives_on_a_mesh_with_explicit_axes(spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    put = lambda arrays: [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (spec, spec, spec, P()), strict=True)]
+    args, tangents = (*qkv(20), normal(7, 1, 1, 20, 20)), (*qkv(20, seed=5), normal(8, 1, 1, 20, 20))
+    f = lambda *a: (attention(*a, is_causal=True) ** 2).sum()
+    push = jax.jit(lambda a, t: jax.jvp(jax.grad(f, (0, 3)), a, t)[1])
+    got = push(tuple(put(args)), tuple(put(tangents)))
+    assert got[0].sharding.spec[: len(spec)] == tuple(spec)
+    close(got, push(args, tangents), 1e-4)
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x")], ids=["second", "first"])
+def test_two_batch_axes_on_a_mesh_with_explicit_axes(spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    args = (*(normal(n, 2, 4, 20, 2, 8) for n in range(3)), normal(7, 2, 4, 1, 1, 20), 1 + jnp.arange(8).reshape(2, 4))
+    f = lambda *a: attention(*a[:4], key_value_seq_lengths=a[4], return_residual=True)
+    both = jax.jit(lambda *a: (f(*a), jax.grad(lambda q, bias: jnp.sin(f(q, *a[1:3], bias, a[4])[0]).sum(), (0, 1))(a[0], a[3])))
+    got = both(*(jax.device_put(x, NamedSharding(mesh, spec)) for x in args))
+    assert all(x.sharding.spec[: len(spec)] == tuple(spec) for x in jax.tree.leaves(got))
+    close(got, both(*args))
 
 
 def test_jit_over_sharded_arrays():

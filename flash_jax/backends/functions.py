@@ -9,7 +9,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage] (a name that its module does not list)
+from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage] (a name that its module does not list)
 
 from flash_jax import visibility
 from flash_jax.problem import Operands, Problem
@@ -82,8 +82,8 @@ def _why_not(function: MaskFunction) -> str | None:
 def _primitives(jaxpr) -> set[str]:
     names = set()
     for equation in jaxpr.eqns:
-        inner = [x.jaxpr for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
-        names |= set().union(*map(_primitives, inner)) if inner else {equation.primitive.name}
+        inner = visibility.called(equation)
+        names |= {equation.primitive.name} if inner is None else _primitives(inner.jaxpr)
     return names
 
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
 
-from flash_jax import schedule
+from flash_jax import schedule, visibility
 from flash_jax.backends.functions import hoist, why_not
 from flash_jax.problem import Operands, Problem
 from flash_jax.visibility import MaskFunction, by_function
@@ -33,26 +32,15 @@ def evaluate(function: MaskFunction, shape: tuple[int, ...], *arguments) -> Arra
     """The function on a tile in a kernel, booleans `shape`; arguments are scalars or of that shape: batch, head, q_id, kv_id, operands."""
     full = lambda x: x if jnp.shape(x) == shape else lax.broadcast_in_dim(jnp.asarray(x), shape, [])
 
-    def run(jaxpr, values):
-        known = dict(zip(jaxpr.invars, values, strict=True))
-        read = lambda v: full(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else known[v]
-        for equation in jaxpr.eqns:
-            inputs = [read(v) for v in equation.invars]
-            inner = next((x for x in equation.params.values() if isinstance(x, ClosedJaxpr)), None)
-            if equation.primitive.name in ("floor", "ceil"):
-                results = [_round(equation.primitive.name, *inputs)]
-            elif inner is None:
-                results = equation.primitive.bind(*inputs, **equation.params)
-                results = results if equation.primitive.multiple_results else [results]
-            else:
-                results = run(inner.jaxpr, inputs)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def bind(equation, inputs):
+        inputs = list(map(full, inputs))
+        name = equation.primitive.name
+        return [_round(name, *inputs)] if name in ("floor", "ceil") else visibility.bind(equation, inputs)
 
     dtypes = [v.aval.dtype for v in function.jaxpr.invars]
     typed = [full(x) != 0 if dtype == jnp.bool_ else full(x) for x, dtype in zip(arguments, dtypes, strict=True)]
-    (visible,) = run(function.jaxpr, typed)
-    return visible
+    (visible,) = visibility.evaluate(function.jaxpr, typed, bind)
+    return full(visible)
 
 
 def _round(towards: str, x: Array) -> Array:

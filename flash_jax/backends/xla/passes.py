@@ -13,9 +13,10 @@ from jax import lax
 
 from flash_jax import softmax
 from flash_jax.backends.xla.layout import Config, Split, arrange, pad, rows_from_tiles, slice_tile
-from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles, varying_like
+from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles
 from flash_jax.logits import dscores, logits
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
+from flash_jax.varying import varying_like
 
 Array = jax.Array
 

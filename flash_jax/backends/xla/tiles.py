@@ -11,6 +11,7 @@ from jax import lax
 from flash_jax import dropout, schedule, visibility
 from flash_jax.backends.xla.layout import Arrays, Config, Split, arrange, at_slot, slice_tile
 from flash_jax.problem import Operands, Problem
+from flash_jax.varying import varying_like
 
 Array = jax.Array
 
@@ -210,12 +211,6 @@ def _loop(config: Config, lower, upper, length: int, body: Callable[[Array, Any]
         return lax.cond(inside, step, lambda t, carry: carry, t, carry), None
 
     return lax.scan(skip_or_step, carry, jnp.arange(length, dtype=jnp.int32))[0]
-
-
-def varying_like(tree, x: Array):
-    """Inside `shard_map`: fresh arrays, the start of a loop's carry, as varying over the mesh as what the loop will add to them."""
-    missing = lambda leaf: tuple(jax.typeof(x).mat.varying - jax.typeof(leaf).mat.varying)
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying") if (axes := missing(leaf)) else leaf, tree)
 
 
 def over_slots(problem: Problem, config: Config, operands: Operands, body, carry):
