@@ -172,7 +172,7 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
     key, rate = dropout.check_key("key", key), dropout.check_rate("rate", rate)
     _check_flag("broadcast_dropout", broadcast_dropout)
     sizes = tuple(static_int("shape", n) for n in shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) < 3 or min(sizes) < 0:
+    if len(sizes) < 3 or min(sizes) < 0 or max(sizes) > masks.LONGEST:
         raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
     *batch, num_heads, q_len, kv_len = sizes
     rows = _dropout_row_keys(key, masks.Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
@@ -313,6 +313,8 @@ def _block_sizes(block_sizes) -> tuple[int, int] | None:
     if block_sizes is None:
         return None
     try:
+        if not isinstance(block_sizes, (Sequence, np.ndarray, jax.Array)):  # a set has no order
+            raise TypeError
         block_q, block_kv = (static_int("block_sizes", n) for n in block_sizes)
     except (TypeError, ValueError):
         raise TypeError(f"block_sizes must be None or two integers (block_q, block_kv), got {block_sizes!r}.") from None

@@ -18,8 +18,8 @@ from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, Mask
 
 Array = jax.Array
 
-_END = 2**29  # lengths and offsets are below, so that positions and what is added to them stay in int32
-_FAR = 2 * _END  # any distance between two positions is smaller
+LONGEST = 2**29  # lengths and offsets are at most this, so that positions and what is added to them stay in int32
+_FAR = 2 * LONGEST  # any distance between two positions is smaller
 
 
 # ----------------------------------------------------------------------------------------------- what a user says
@@ -175,7 +175,7 @@ class Mask:
         block_q, block_kv = (static_int(f"Mask.from_blocks: {name}", n) for name, n in (("block_q", block_q), ("block_kv", block_kv)))
         if block_q < 1 or block_kv < 1:
             raise ValueError(f"Mask.from_blocks: block_q and block_kv must be at least 1, got {block_q} and {block_kv}.")
-        return Mask((_Blocks(blocks, block_q, block_kv),))
+        return Mask((_Blocks(blocks, min(block_q, _FAR), min(block_kv, _FAR)),))
 
 
 jax.tree_util.register_dataclass(Mask, data_fields=["terms"], meta_fields=[])
@@ -193,8 +193,8 @@ def segment_ids(cu_seqlens, length: int) -> Array:
       int32 `[length]`: `n` inside sequence `n`; positions past the last sequence get `num_sequences`, so padding sees padding only.
     """
     cu_seqlens, length = as_array("segment_ids: cu_seqlens", cu_seqlens), static_int("segment_ids: length", length)
-    if length < 0:
-        raise ValueError(f"segment_ids: length must not be negative, got {length}.")
+    if not 0 <= length <= LONGEST:
+        raise ValueError(f"segment_ids: length must be from 0 to 2**29, got {length}.")
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise ValueError(
             f"segment_ids: cu_seqlens must be a vector of integers [num_sequences + 1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}."
@@ -233,7 +233,7 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
             case _Prefix(length):
                 static.says_prefix = True
                 if _is_static(length):
-                    static.prefix = _tighter(static.prefix, max(0, min(operator.index(length), _END)), min)
+                    static.prefix = _tighter(static.prefix, max(0, min(operator.index(length), LONGEST)), min)
                 else:
                     length = _positions("Mask.prefix length", length, shape)
                     dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
@@ -359,7 +359,7 @@ def _is_static(value) -> bool:
 
 def _static_offset(q_offset) -> int:
     offset = operator.index(q_offset)
-    if abs(offset) >= _END:
+    if abs(offset) >= LONGEST:
         raise ValueError(f"q_offset must lie within +-2**29, got {offset}.")
     return offset
 
@@ -416,12 +416,12 @@ def _positions(name: str, array, shape: Shape) -> Array:
     """Offsets and lengths `[*batch]` as int32 `[1 | batch]`, clipped to where more means the same."""
     if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
         array = np.asarray(array)  # jnp.asarray would drop the high half of an int64
-        array = np.minimum(array, min(_END, np.iinfo(array.dtype).max)).astype(np.int64).clip(-_END)
+        array = np.minimum(array, min(LONGEST, np.iinfo(array.dtype).max)).astype(np.int64).clip(-LONGEST)
     array = _integers(name, array)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)
-    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_END
-    return collapse_batch(name, jnp.clip(array, least, _END).astype(jnp.int32), shape, ())
+    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -LONGEST
+    return collapse_batch(name, jnp.clip(array, least, LONGEST).astype(jnp.int32), shape, ())
 
 
 def _labels(name: str, ids, shape: Shape, length: int) -> Array:

@@ -133,9 +133,13 @@ def static_float(name: str, x) -> float:
     """A number that must be known before tracing."""
     if isinstance(x, Tracer):
         raise TypeError(f"{name} must be a number known before tracing, got a tracer. Close over it or mark it static in jit.")
-    if not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) or np.ndim(x) != 0 or jnp.result_type(x).kind not in "iuf":
+    dtype = getattr(x, "dtype", np.dtype(float) if isinstance(x, (int, float)) and not isinstance(x, bool) else None)
+    if dtype is None or not (jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)) or np.ndim(x) != 0:
         raise TypeError(f"{name} must be a number, got {type(x).__name__}.")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer of {int(x).bit_length()} bits.") from None
 
 
 def check_qkv(query: Array, key: Array, value: Array) -> None:

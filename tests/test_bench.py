@@ -243,6 +243,27 @@ def test_command_names_what_is_wrong(capsys):
     assert "in a folder that exists" in capsys.readouterr().err
 
 
+OUT_OF_RANGE = [
+    (["mine", "--shape", "1,8,8,2,2,8", "--density", "2"], "argument --density: must be above 0 and at most 1, got '2'"),
+    (["mine", "--shape", "1,8,8,2,2,8", "--density", "nan"], "argument --density: must be above 0 and at most 1, got 'nan'"),
+    (["mine", "--shape", "1,8,8,2,2,8", "--dropout", "1"], "argument --dropout: must be from 0 to below 1, got '1'"),
+    (["mine", "--shape", "1,8,8,2,2,8", "--window", "3", "-1"], "argument --window: must be an integer from 0 up, got '-1'"),
+    (["mine", "--shape", "1,8,8,2,2,8", "--segments", "0"], "argument --segments: must be an integer from 1 up, got '0'"),
+    (["mine", "--shape", "1,8,8,2,2,8", "--segments", "9"], "argument --segments: must be at most q_len"),
+    (["mine", "--shape", "1,8,9,2,2,8", "--segments", "2"], "and q_len equal kv_len, got 2 for 8 and 9"),
+    (["mine", "--shape", "1,8,8,3,2,8"], "argument --shape: must have num_heads a multiple of num_kv_heads"),
+    (["quick", "--seconds", "0"], "argument --seconds: must be above 0 and finite, got '0'"),
+    (["quick", "--only", "n7"], "argument --only: must occur in the name of a row, got n7; the rows are b1_n256"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), OUT_OF_RANGE, ids=lambda x: x[-2][2:] + x[-1] if isinstance(x, list) else "")
+def test_command_names_an_option_out_of_range(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert text in capsys.readouterr().err
+
+
 def test_rows_are_chosen_by_name_from_several_presets(tmp_path, monkeypatch):
     small = {"quick": lambda: [SMALL], "cpu": lambda: [SMALL, Row(1, 64, 1, 8, dtype="float32"), Row(1, 65, 1, 8, dtype="float32")]}
     for name, make in small.items():

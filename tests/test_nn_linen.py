@@ -132,6 +132,9 @@ REFUSED = {
     "precision": ({"precision": "best"}, ValueError, "precision must be None or what jax.default_matmul_precision knows, got 'best'"),
     "dropout_rng": ({"dropout_rate": 0.1}, ValueError, "dropout_rng is required"),
     "dropout_rate": ({"dropout_rate": 1.5, "dropout_rng": jax.random.key(0)}, ValueError, r"dropout_rate must be in \[0, 1\), got 1.5"),
+    "rate_boolean": ({"dropout_rate": False}, TypeError, "dropout_rate must be a number, got bool"),
+    "cap_false": ({"logits_soft_cap": False}, TypeError, "logits_soft_cap must be a number, got bool"),
+    "bias_false": ({"bias": False}, TypeError, "bias must have a float dtype, got bool"),
     "option": ({"windw": 3}, TypeError, "windw"),
 }
 
@@ -251,6 +254,7 @@ def rejected(module, *inputs, **options):
     return lambda: module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs, **options)
 
 
+ROTARY = GroupedQueryAttention(1, rope_theta=1e4)
 REJECTED = {
     "heads": (rejected(GroupedQueryAttention(4, num_kv_heads=3), X), ValueError, "multiple of num_kv_heads, got 4 and 3"),
     "head_dim": (rejected(GroupedQueryAttention(3), X), ValueError, "head_dim must be given .* 3 heads and 8"),
@@ -258,6 +262,17 @@ REJECTED = {
     "deterministic": (rejected(GroupedQueryAttention(1, dropout_rate=0.1), X), ValueError, "deterministic must be True or False"),
     "inputs_v": (rejected(GroupedQueryAttention(1), X, None, X), ValueError, "inputs_k must be given when inputs_v is"),
     "positions": (rejected(GroupedQueryAttention(1), X, positions=jnp.arange(4)), ValueError, "without rope_theta or with inputs_k"),
+    "positions_shape": (
+        rejected(ROTARY, X, positions=jnp.arange(3)),
+        ValueError,
+        r"positions must have shape \[4\] or \[1, 4\], got \[3\]",
+    ),
+    "positions_batch": (rejected(ROTARY, X, positions=jnp.ones((2, 4), int)), ValueError, r"positions must have shape .*got \[2, 4\]"),
+    "positions_dtype": (rejected(ROTARY, X, positions=jnp.ones(4)), TypeError, "positions must hold integers, got float32"),
+    "theta": (rejected(GroupedQueryAttention(1, rope_theta=0), X), ValueError, "rope_theta must be positive and finite, got 0.0"),
+    "theta_boolean": (rejected(GroupedQueryAttention(1, rope_theta=False), X), TypeError, "rope_theta must be a number, got bool"),
+    "rate": (rejected(GroupedQueryAttention(1, dropout_rate=2), X), ValueError, r"dropout_rate must be in \[0, 1\), got 2.0"),
+    "cap": (rejected(GroupedQueryAttention(1, logits_soft_cap=False), X), TypeError, "logits_soft_cap must be a number, got bool"),
 }
 
 

@@ -173,3 +173,10 @@ def test_rejects():
         nnx.view(module, decode=True, deterministic=True)(X)
     with pytest.raises(ValueError, match="batch_size and max_length must be given together, got 3 and None"):
         nnx.view(module, batch_size=3)
+    make = functools.partial(GroupedQueryAttention, 1, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"positions must have shape \[4\] or \[1, 4\], got \[3\]"):
+        make(rope_theta=1e4)(X[:1, :4], positions=jnp.arange(3))
+    with pytest.raises(ValueError, match=r"rope_theta must be positive and finite, got -1\.0"):
+        make(rope_theta=-1)(X)
+    with pytest.raises(TypeError, match=r"local_window_size.*got bool"):
+        make(local_window_size=False)(X)

@@ -1,11 +1,14 @@
 """Benchmarks of attention on this machine, each result checked before it is timed."""
 
 import argparse
+import contextlib
 import json
+import math
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from flash_jax.bench import compiled, report
 from flash_jax.bench.measure import measure, refusals
@@ -26,11 +29,13 @@ def parser() -> argparse.ArgumentParser:
     mine.add_argument("--shape", required=True, type=shape, help="batch,q_len,kv_len,num_heads,num_kv_heads,head_dim")
     mine.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     mine.add_argument("--is-causal", action="store_true")
-    mine.add_argument("--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"))
-    mine.add_argument("--segments", type=int, help="sequences of equal length packed into one")
-    mine.add_argument("--density", type=float, help="block-sparse, that fraction of blocks of 128 x 128")
+    mine.add_argument("--window", nargs=2, type=_number(int, "an integer from 0 up", lambda n: n >= 0), metavar=("LEFT", "RIGHT"))
+    mine.add_argument("--segments", type=_number(int, "an integer from 1 up", lambda n: n >= 1), help="that many sequences packed into one")
+    mine.add_argument(
+        "--density", type=_number(float, "above 0 and at most 1", lambda x: 0 < x <= 1), help="fraction of blocks of 128 x 128"
+    )
     mine.add_argument("--bias", action="store_true", help="[1, heads, q_len, kv_len], with its gradient")
-    mine.add_argument("--dropout", type=float, default=0.0)
+    mine.add_argument("--dropout", type=_number(float, "from 0 to below 1", lambda x: 0 <= x < 1), default=0.0)
     presets = [commands.add_parser(name, help=make.__doc__) for name, make in PRESETS.items()]
     for command in presets:
         command.add_argument("--also", nargs="+", default=[], choices=tuple(PRESETS), help="further presets in the same run")
@@ -39,16 +44,32 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--sides", nargs="+", choices=tuple(SIDES), help="implementations; ours and every peer that is here by default"
         )
-        command.add_argument("--seconds", type=float, default=6, help="about how long to time each row")
+        seconds = _number(float, "above 0 and finite", lambda x: 0 < x < math.inf)
+        command.add_argument("--seconds", type=seconds, default=6, help="about how long to time each row")
         command.add_argument("--out", type=results_file, help="results file to write, .json; .md and .png of the same name go beside it")
     return result
 
 
+def _number(kind: Callable[[str], Any], allowed: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option that takes some numbers only."""
+
+    def parse(word: str):
+        with contextlib.suppress(ValueError):
+            if is_allowed(number := kind(word)):
+                return number
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {word!r}")
+
+    return parse
+
+
 def shape(word: str) -> tuple[int, ...]:
     """Six sizes."""
-    sizes = tuple(int(n) for n in word.split(","))
+    sizes = tuple(int(n) if n.strip().isdecimal() else 0 for n in word.split(","))
     if len(sizes) != 6 or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"must be batch,q_len,kv_len,num_heads,num_kv_heads,head_dim, six positive integers, got {word!r}")
+    num_heads, num_kv_heads, head_dim = sizes[3:]
+    if num_heads % num_kv_heads or head_dim > 512:
+        raise argparse.ArgumentTypeError(f"must have num_heads a multiple of num_kv_heads and head_dim at most 512, got {word!r}")
     return sizes
 
 
@@ -63,10 +84,16 @@ def results_file(word: str) -> pathlib.Path:
 
 
 def _rows(o) -> list[Row]:
+    """Raises ValueError for options that do not fit together."""
     if o.command != "mine":
         rows = {row.name: row for preset in (o.command, *o.also) for row in PRESETS[preset]()}
-        return [row for name, row in rows.items() if any(word in name for word in o.only)]
+        chosen = [row for name, row in rows.items() if any(word in name for word in o.only)]
+        if not chosen:
+            raise ValueError(f"argument --only: must occur in the name of a row, got {' '.join(o.only)}; the rows are {', '.join(rows)}")
+        return chosen
     batch, q_len, kv_len, num_heads, num_kv_heads, head_dim = o.shape
+    if o.segments and (q_len != kv_len or o.segments > q_len):
+        raise ValueError(f"argument --segments: must be at most q_len, and q_len equal kv_len, got {o.segments} for {q_len} and {kv_len}")
     window = tuple(o.window) if o.window else None
     segments = equal_segments(q_len, o.segments) if o.segments else ()
     sizes = (batch, q_len, num_heads, head_dim, num_kv_heads, kv_len)
@@ -83,8 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             options.error(str(error))
         return 0
+    try:
+        chosen = _rows(o)
+    except ValueError as error:
+        options.error(str(error))
     results = {"preset": o.command, "provenance": provenance(), "rows": []}
-    rows = compiled.start(_rows(o), {name: SIDES[name] for name in o.sides or default_sides()})
+    rows = compiled.start(chosen, {name: SIDES[name] for name in o.sides or default_sides()})
     began = time.monotonic()
     for n, row in enumerate(rows):
         row.wait()

@@ -1,15 +1,17 @@
 """What the two Flax APIs share: the argument rules, rotary positions, and attention over a cache. Every rule is here once."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flash_jax.api import flash_attention
+from flash_jax.dropout import check_rate
 from flash_jax.mask import Mask
+from flash_jax.problem import as_array, static_float
 
 Array = jax.Array
 
@@ -120,13 +122,13 @@ def call(
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:
         options["mask"] = mask if isinstance(mask, Mask) else jnp.asarray(mask) != 0
-    if dropout_rate != 0:
+    if check_rate("dropout_rate", dropout_rate):
         if dropout_rng is None:
             raise ValueError(
                 "dropout_rng is required when dropout_rate is not 0 and deterministic is False, got None. Pass a jax.random.key."
             )
         options |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng, "broadcast_dropout": broadcast_dropout}
-    options = {name: x for name, x in options.items() if x is not None and x is not False}
+    options = {name: x for name, x in options.items() if x is not None and not (name == "is_causal" and x is False)}
     with _matmul_precision(precision):
         return function(query, key, value, **options)
 
@@ -149,6 +151,18 @@ def _matmul_precision(precision) -> contextlib.AbstractContextManager:
         raise ValueError(f"precision must be None or what jax.default_matmul_precision knows, got {precision!r}.") from None
 
 
+def _positions(positions, batch: tuple[int, ...], length: int) -> Array:
+    """Integers `[length]` or `[*batch, length]`, each batch axis full or 1."""
+    positions = as_array("positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions must hold integers, got {positions.dtype}.")
+    *lead, last = positions.shape or (0,)
+    fits = last == length and len(lead) in (0, len(batch)) and all(n in (1, m) for n, m in zip(lead, batch, strict=False))
+    if not fits:
+        raise ValueError(f"positions must have shape {[length]} or {[*batch, length]}, got {list(positions.shape)}.")
+    return positions
+
+
 def rotary(x: Array, positions: Array, theta: float) -> Array:
     """Rotary position embedding (RoFormer, arXiv 2104.09864).
 
@@ -159,6 +173,9 @@ def rotary(x: Array, positions: Array, theta: float) -> Array:
       positions: integers `[len]` or `[*batch, len]`.
       theta: base of the frequencies.
     """
+    theta = static_float("rope_theta", theta)
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be positive and finite, got {theta}. Use None for no rotary embedding.")
     if x.shape[-1] % 2:
         raise ValueError(f"rope_theta needs an even head_dim, got {x.shape[-1]}.")
     half = x.shape[-1] // 2
@@ -216,7 +233,7 @@ def attend(
     if positions is not None and (module.rope_theta is None or not is_self_attention):
         raise ValueError("positions are those of the rotary embedding in self-attention, got them without rope_theta or with inputs_k.")
     if module.rope_theta is not None:
-        q_positions = start + jnp.arange(q_len) if positions is None else jnp.asarray(positions)
+        q_positions = start + jnp.arange(q_len) if positions is None else _positions(positions, query.shape[:-3], q_len)
         kv_positions = q_positions if is_self_attention else jnp.arange(kv_len)
         query, key = rotary(query, q_positions, module.rope_theta), rotary(key, kv_positions, module.rope_theta)
     if cache is not None:
@@ -269,9 +286,10 @@ def head_sizes(num_heads: int, num_kv_heads: int | None, head_dim: int | None, f
 
 def active_dropout(rate: float, in_module: bool | None, in_call: bool | None) -> float:
     """The rate to apply: 0 if deterministic. What the call says wins over what the module says; with a rate one must say it."""
+    rate = check_rate("dropout_rate", rate)
     if rate == 0:
         return 0.0
     deterministic = in_module if in_call is None else in_call
     if deterministic is None:
         raise ValueError(f"deterministic must be True or False, in the module or in the call, when dropout_rate is {rate}, got neither.")
-    return 0.0 if deterministic else float(np.asarray(rate))
+    return 0.0 if deterministic else rate
