@@ -8,8 +8,10 @@ The functions at the end evaluate these at given rows and keys. Shapes broadcast
 line up against it; the reference evaluates one tile that spans everything, the implementations partial tiles.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage] (a name that its module does not list)
 
+from flash_jax import schedule
 from flash_jax.varying import vary_alike
 
 Array = jax.Array
@@ -178,6 +181,25 @@ def row_bounds(spec: MaskSpec, operands: MaskOperands, q_len: int) -> tuple[Arra
         return operands.kv_lo, operands.kv_hi
     lo, hi = spec.rule(jnp.arange(q_len, dtype=jnp.int32))
     return lo[None], hi[None]
+
+
+def tile_kinds(
+    spec: MaskSpec, operands: MaskOperands, lengths: tuple[int, int], tiles: tuple[int, int], of_functions: Iterable[Array]
+) -> Array:
+    """Kinds of tiles (see `schedule`), int8 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`.
+
+    lengths: q_len, kv_len. tiles: block_q, block_kv. of_functions: the kinds of the mask functions, which each implementation evaluates
+    in its own way.
+    """
+    one_head = lambda x: x[:, None]
+    with contextlib.nullcontext() if spec.rule is None else jax.ensure_compile_time_eval():
+        kv_lo, kv_hi = row_bounds(spec, operands, lengths[0])
+        terms = [schedule.interval_kinds(one_head(kv_lo), one_head(kv_hi), *tiles, lengths[1])]
+    if operands.q_labels is not None and operands.kv_labels is not None:
+        terms.append(schedule.label_kinds(one_head(operands.q_labels), one_head(operands.kv_labels), *tiles))
+    terms += [schedule.dense_kinds(x, *tiles, *lengths) for x in operands.dense]
+    terms += [schedule.block_kinds(x, sizes, *tiles, *lengths) for x, sizes in zip(operands.blocks, spec.block_sizes, strict=True)]
+    return functools.reduce(jnp.minimum, [*terms, *of_functions])
 
 
 def in_interval(kv_lo: Array, kv_hi: Array, kv_ids: Array) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax import schedule
+from flash_jax import schedule, visibility
 from flash_jax.backends.hopper import functions
 from flash_jax.problem import Operands, Problem
 from flash_jax.visibility import row_bounds
@@ -124,19 +124,5 @@ def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:
 
 def tile_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
     """int8 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`."""
-    mask, lengths = operands.mask, (problem.q_len, problem.kv_len)
-    static = static_bounds(problem)
-    if static is not None:
-        with jax.ensure_compile_time_eval():
-            kinds = np.asarray(schedule.interval_kinds(*map(jnp.asarray, static), block_q, block_kv, problem.kv_len))[:, None]
-    else:
-        kinds = schedule.interval_kinds(*row_bounds(problem.mask, mask, problem.q_len), block_q, block_kv, problem.kv_len)[:, None]
-    if mask.q_labels is not None:
-        kinds = jnp.minimum(kinds, schedule.label_kinds(mask.q_labels, mask.kv_labels, block_q, block_kv)[:, None])
-    for dense in mask.dense:
-        kinds = jnp.minimum(kinds, schedule.dense_kinds(dense, block_q, block_kv, *lengths))
-    for blocks, sizes in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        kinds = jnp.minimum(kinds, schedule.block_kinds(blocks, sizes, block_q, block_kv, *lengths))
-    for n in range(len(mask.functions)):
-        kinds = jnp.minimum(kinds, functions.kinds(problem, operands, n, block_q, block_kv))
-    return jnp.asarray(kinds)
+    of_functions = (functions.kinds(problem, operands, n, block_q, block_kv) for n in range(len(problem.mask.functions)))
+    return visibility.tile_kinds(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (block_q, block_kv), of_functions)

@@ -180,17 +180,9 @@ def kinds(problem: Problem, tiles: Tiles, operands: Operands) -> Array | None:
     """
     if is_static(problem):
         return None
-    mask, spec = operands.mask, problem.mask
-    blocks, lengths = (tiles.block_q, tiles.block_kv), (problem.q_len, problem.kv_len)
-    one_head = lambda x: x[:, None]
-    bounds = visibility.row_bounds(spec, mask, problem.q_len)
-    terms = [one_head(schedule.interval_kinds(*bounds, *blocks, problem.kv_len))]
-    if spec.has_labels:
-        terms.append(one_head(schedule.label_kinds(mask.q_labels, mask.kv_labels, *blocks)))
-    terms += [schedule.dense_kinds(x, *blocks, *lengths) for x in mask.dense]
-    terms += [schedule.block_kinds(x, sizes, *blocks, *lengths) for x, sizes in zip(mask.blocks, spec.block_sizes, strict=True)]
-    terms += [_function_kinds(problem, tiles, operands, n) for n in range(len(spec.functions))]
-    joined = functools.reduce(jnp.minimum, terms).astype(jnp.int32)
+    of_functions = (_function_kinds(problem, tiles, operands, n) for n in range(len(problem.mask.functions)))
+    lengths, blocks = (problem.q_len, problem.kv_len), (tiles.block_q, tiles.block_kv)
+    joined = visibility.tile_kinds(problem.mask, operands.mask, lengths, blocks, of_functions).astype(jnp.int32)
     missing = -joined.shape[-1] % tiles.tiles_resident
     r = schedule.ranges_of_kinds(joined)
     parts = jnp.pad(joined, [(0, 0)] * 3 + [(0, missing)]), r.begin[..., None], r.end[..., None]

@@ -171,20 +171,19 @@ class Slot:
     def kinds(self) -> Array:
         """Kind of each tile, int8 `[num_q_tiles, num_kv_tiles]`: empty or full where it is for all batch entries and heads."""
         problem, a = self.problem, self.arrays
-        lengths, blocks = (problem.q_len, problem.kv_len), (self.config.block_q, self.config.block_kv)
-        q, kv = (slice(0, n) for n in lengths)
-        kinds = [schedule.interval_kinds(a.kv_lo[..., q], a.kv_hi[..., q], *blocks, problem.kv_len)]
-        if a.q_labels is not None and a.kv_labels is not None:
-            kinds.append(schedule.label_kinds(a.q_labels[..., q], a.kv_labels[..., kv], *blocks))
-        kinds += [schedule.dense_kinds(x[..., q, kv], *blocks, *lengths) for x in a.dense]
-        kinds += [schedule.block_kinds(x, sizes, *blocks, *lengths) for x, sizes in zip(a.blocks, problem.mask.block_sizes, strict=True)]
-        kinds = [k.reshape(-1, *k.shape[-2:]) for k in kinds]
-        kinds += [self._function_kinds(n)[None] for n in range(len(a.functions))]
-        one = [
-            jnp.where(k.max(0) == schedule.EMPTY, schedule.EMPTY, jnp.where(k.min(0) == schedule.FULL, schedule.FULL, schedule.PARTIAL))
-            for k in kinds
-        ]
-        return functools.reduce(jnp.minimum, one)
+        rows = lambda x, length: None if x is None else x[:, 0, 0, :length]
+        heads = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+        operands = visibility.MaskOperands(
+            *(rows(x, problem.q_len) for x in (a.kv_lo, a.kv_hi, a.q_labels)),
+            kv_labels=rows(a.kv_labels, problem.kv_len),
+            dense=tuple(heads(x)[..., : problem.q_len, : problem.kv_len] for x in a.dense),
+            blocks=tuple(map(heads, a.blocks)),
+        )
+        of_functions = (self._function_kinds(n) for n in range(len(a.functions)))
+        lengths, tiles = (problem.q_len, problem.kv_len), (self.config.block_q, self.config.block_kv)
+        kinds = visibility.tile_kinds(problem.mask, operands, lengths, tiles, of_functions)
+        empty, full = (kinds == schedule.EMPTY).all((0, 1)), (kinds == schedule.FULL).all((0, 1))
+        return jnp.where(empty, schedule.EMPTY, jnp.where(full, schedule.FULL, schedule.PARTIAL))
 
     def _function_kinds(self, n: int) -> Array:
         """Tile by tile, O(tiles) memory."""
