@@ -193,7 +193,7 @@ def backward(
                 ds = dscores(dlogits, tanh)
                 new = dict(carry)
                 if "scale" in carry:
-                    new["scale"] = carry["scale"] + (ds * qk).sum((1, 2, 3, 4))
+                    new["scale"] = carry["scale"] + (ds * qk).sum(2)
                 ds = _flat_tile(ds * slot.scale())
                 if "query" in carry:
                     k_t = seen.clean_keys(slot.transposed_keys(a.key_t, j), axis=3)
@@ -207,31 +207,34 @@ def backward(
                 return new
 
             b, h, group, block_q, head_dim = q_tile.shape
+            of_rows = {}
             if "query" in wanted:
-                carry = carry | {"query": jnp.zeros((b, h, head_dim, group * block_q), acc_dtype)}
-            carry = visit(i, step, carry)
-            dq = None
+                of_rows["query"] = jnp.zeros((b, h, head_dim, group * block_q), acc_dtype)
+            if "scale" in wanted:  # by rows: one sum over all tiles would round once for each of them
+                of_rows["scale"] = jnp.zeros((b, h, group, block_q), acc_dtype)
+            carry = visit(i, step, carry | of_rows)
+            of_rows = {name: carry.pop(name) for name in of_rows}
             if "query" in wanted:
-                dq = carry.pop("query").swapaxes(2, 3).reshape(q_tile.shape).astype(problem.dtype)
-            return carry, dq
+                of_rows["query"] = of_rows["query"].swapaxes(2, 3).reshape(q_tile.shape).astype(problem.dtype)
+            if "scale" in wanted:
+                of_rows["scale"] = of_rows["scale"].sum((1, 2, 3))
+            return carry, of_rows
 
         keys = (("key", a.key), ("value", a.value))
         carry = {name: jnp.zeros(x.shape[:2] + x.shape[3:], acc_dtype) for name, x in keys if name in wanted}
-        if "scale" in wanted:
-            carry["scale"] = jnp.zeros(split.batch_inner, acc_dtype)
         if dbias is not None:
             carry["bias"] = dbias
-        carry, dq = lax.scan(one_q_tile, varying_like(carry, operands.query), q_tiles(problem, config))
+        carry, of_rows = lax.scan(one_q_tile, varying_like(carry, operands.query), q_tiles(problem, config))
         dbias = carry.pop("bias", None)
-        return dbias, (dq, carry)
+        return dbias, carry | of_rows
 
-    dbias, (dq, others) = over_slots(problem, config, operands, one_slot, dbias)
+    dbias, totals = over_slots(problem, config, operands, one_slot, dbias)
     gradients = {}
     if "query" in wanted:
-        gradients["query"] = _to_user(problem, config, operands, rows_from_tiles(dq))
+        gradients["query"] = _to_user(problem, config, operands, rows_from_tiles(totals["query"]))
     for name in ("key", "value"):
         if name in wanted:
-            total = split.restore(others[name][:, :, :, :, None]).swapaxes(1, 2)[:, : problem.kv_len]
+            total = split.restore(totals[name][:, :, :, :, None]).swapaxes(1, 2)[:, : problem.kv_len]
             gradients[name] = total.astype(problem.dtype)
     if dbias is not None:
         assert problem.bias_shape is not None
@@ -239,7 +242,7 @@ def backward(
         gradients["bias"] = split.restore(dbias)[:, :, :rows, :columns].astype(problem.bias_dtype)
     if "scale" in wanted:
         assert operands.scale is not None
-        by_batch = others["scale"].sum(1).reshape(-1)
+        by_batch = totals["scale"].sum((1, 2)).reshape(-1)
         gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
     return gradients
 
