@@ -239,7 +239,7 @@ def _lower(function):
         try:
             return lowered(ctx.replace(avals_in=plain), *args, **params)
         except NotImplementedError as error:
-            if "automatically partitioned" not in str(error):
+            if "automatically partitioned" not in str(error):  # should Pallas change its words, they say much the same as ours
                 raise
             raise NotImplementedError(
                 f"implementation={params['call'].backend.name!r}: XLA cannot divide the "

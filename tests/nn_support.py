@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from helpers import normal
 from tolerance import assert_as_exact_as_unfused
 
 BATCH, LENGTH, FEATURES = 2, 12, 16
@@ -15,10 +16,6 @@ def assert_close(actual, unfused, reference) -> None:
     for (path, x), y, ref in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(unfused), jax.tree.leaves(reference), strict=True):
         assert x.dtype == y.dtype
         assert_as_exact_as_unfused(jax.tree_util.keystr(path), x, y, ref, x.dtype)
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def cast(tree, dtype) -> Any:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from test_partition import GPU
+from helpers import H200
 
 from flash_jax import dispatch, flash_attention
 from flash_jax.backends.base import Device
@@ -43,7 +43,7 @@ def compile_for_h200(function, *shapes):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA plugin compiles; scripts/check.sh --aot installs it")
     from jax.experimental import topologies
 
-    device = topologies.get_topology_desc("", platform="cuda", target_config=GPU, topology="1x1x1").devices[0]
+    device = topologies.get_topology_desc("", platform="cuda", target_config=H200, topology="1x1x1").devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     return jax.jit(function).lower(*shapes).compile()

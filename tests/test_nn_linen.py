@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import meta
-from nn_support import BATCH, EVERYTHING, FEATURES, LENGTH, SEGMENTS, assert_close, cast, check, dense_module, normal, value_and_gradients
+from helpers import normal
+from nn_support import BATCH, EVERYTHING, FEATURES, LENGTH, SEGMENTS, assert_close, cast, check, dense_module, value_and_gradients
 
 from flash_jax import Mask, dropout_mask, flash_attention
 from flash_jax.nn.linen import GroupedQueryAttention, attention_fn

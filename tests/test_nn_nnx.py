@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from nn_support import BATCH, EVERYTHING, FEATURES, LENGTH, SEGMENTS, assert_close, cast, check, normal
+from helpers import normal
+from nn_support import BATCH, EVERYTHING, FEATURES, LENGTH, SEGMENTS, assert_close, cast, check
 
 from flash_jax import Mask, flash_attention
 from flash_jax.nn import linen

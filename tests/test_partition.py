@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import H200, normal
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import NamedSharding, PartitionSpec
 from tolerance import close
@@ -24,10 +25,6 @@ def partitioned(monkeypatch):
     """In the place of `hopper`, loops that XLA must not divide by itself."""
     kernel = dataclasses.replace(xla.BACKEND, name="hopper", is_partitioned=True)
     monkeypatch.setattr(dispatch, "BACKENDS", (kernel, *dispatch.BACKENDS[1:]))
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def value_and_grads(implementation, arrays, **options):
@@ -111,20 +108,12 @@ def test_second_derivatives_and_eager_calls(partitioned):
     close(second(f("hopper")), second(f("xla")))
 
 
-GPU = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 } platform_name: "CUDA"
-  dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H200" """
-
-
 @pytest.mark.aot
 @pytest.mark.timeout(600)
 def test_eight_cards_gather_nothing(monkeypatch):
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc("", platform="cuda", target_config=GPU, topology="1x1x8").devices
+    devices = topologies.get_topology_desc("", platform="cuda", target_config=H200, topology="1x1x8").devices
     mesh = DeviceMesh(np.array(devices).reshape(4, 2), ("data", "model"))
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: Device("gpu", "NVIDIA H200"))
     of = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import BY_NAME
 from counting import counted_tiles
+from helpers import normal
 from jax import export
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,10 +20,6 @@ from flash_jax.backends.base import Device
 
 P = PartitionSpec
 attention = functools.partial(flash_attention, implementation="xla", block_sizes=(16, 16))
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def qkv(length=40, batch=2, heads=2, head_dim=8, seed=0):
