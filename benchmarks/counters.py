@@ -11,6 +11,7 @@ drives out what it wrote and left in the cache; those bytes are counted as writt
 import argparse
 import csv
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -34,6 +35,7 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.
 NAMES = ("read", "written", "nanoseconds")
 GPT2_MEDIUM = PRESETS["paper"]()[0]
 SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
+AT_ONCE = 12  # cases compiled together
 
 
 def rows() -> list[Row]:
@@ -54,8 +56,6 @@ def cases() -> list[tuple[Row, str]]:
 def run(seconds: float) -> None:
     """What ncu watches: for each case a mark, the sum, a mark, the computation; and the sum once more at the end."""
     began = time.monotonic()
-    pool = ThreadPoolExecutor()
-    sides = [(row, name, pool.submit(compiled.compile_side, row, name, SIDES[name](row))) for row, name in cases()]
     profiler = ctypes.CDLL("libcuda.so.1")
     mark, eight = jax.jit(lambda x: x ^ 1), jnp.zeros(8, jnp.int32)
     flush, large = jax.jit(lambda x: x.sum(dtype=jnp.int32)), jnp.ones(2**29, jnp.int8)
@@ -70,24 +70,35 @@ def run(seconds: float) -> None:
         sys.stdout.write(f"{kind} {json.dumps(what)}\n")
         sys.stdout.flush()
 
-    for row, name, side in sides:
+    for several in itertools.batched(cases(), AT_ONCE):
         if time.monotonic() - began > seconds:
-            side.cancel()
-            say("left out", row.name, name, "the time given was over")
+            for row, name in several:
+                say("left out", row.name, name, "the time given was over")
             continue
-        try:
-            calls = side.result().calls(jax.jit(row.draw)())
-            for call in calls.values():  # the first call of an executable does more
-                jax.block_until_ready((call(), mark(eight), flush(large)))
-        except Exception as error:  # it may not fit
-            say("left out", row.name, name, f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300])
-            continue
-        for phase, call in calls.items():
-            counted(call)
-            say("case", row.name, name, phase)
-        del calls, call  # and with them the arrays
+        with ThreadPoolExecutor() as pool:  # nothing is traced or compiled while kernels are counted: that runs kernels too
+            sides = list(pool.map(_compile, several))
+        for (row, name), side in zip(several, sides, strict=True):
+            try:
+                if isinstance(side, Exception):
+                    raise side
+                calls = side.calls(jax.jit(row.draw)())
+                for call in calls.values():  # the first call of an executable does more
+                    jax.block_until_ready((call(), mark(eight), flush(large)))
+            except Exception as error:  # it may not fit
+                say("left out", row.name, name, f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300])
+                continue
+            for phase, call in calls.items():
+                counted(call)
+                say("case", row.name, name, phase)
+            del calls, call  # and with them the arrays
     counted()
-    pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile(case: tuple[Row, str]) -> compiled.Side | Exception:
+    try:
+        return compiled.compile_side(*case, SIDES[case[1]](case[0]))
+    except Exception as error:
+        return error
 
 
 def measure(out: pathlib.Path, seconds: float) -> None:

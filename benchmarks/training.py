@@ -1,9 +1,11 @@
-"""Whole training steps of a GPT with one attention beside another, in one process: tokens a second, memory, and loss curves.
+"""Whole training steps of a GPT with one attention beside another: tokens a second, memory, and loss curves.
 
     python benchmarks/training.py speed benchmarks/results/training.json       # GPT-2 medium's size; --tiny to try it on any machine
     python benchmarks/training.py curves benchmarks/results/loss_curves.json   # and a plot beside the file
+    python benchmarks/training.py both benchmarks/results                      # the curves while the steps compile
 
-The model is that of examples/train_gpt.py.
+The model is that of examples/train_gpt.py. Steps that are compared take turns in one process; each such process compiles beside the others,
+and then they are timed one after the other.
 """
 
 import argparse
@@ -11,8 +13,10 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import pathlib
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from paper import LABEL
 from train_gpt import ATTENTION, COLOR, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
 
+from flash_jax.bench import turns
 from flash_jax.bench.sides import PACKAGES, call_tokamax
 from flash_jax.bench.timing import provenance
 
@@ -35,6 +40,11 @@ HEADS = ((16, 64), (8, 128))
 LENGTHS = (1024, 4096, 16384)
 CURVES = dataclasses.replace(H200, heads=8, head_dim=128, tokens=4096)
 SEEDS = (0, 1)
+SETTINGS = {
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",  # products by cuBLAS, without a search
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85",  # the rest is for the processes that wait
+}
 if importlib.util.find_spec(PACKAGES["tokamax"]):
     ATTENTION["tokamax"] = call_tokamax
 
@@ -50,25 +60,34 @@ def names() -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- speed
-def speed(small: bool) -> Iterator[list[dict]]:
-    """Tokens a second of each attention, with and without recomputation; a step that does not fit is a result too."""
+def groups(small: bool) -> list[Config]:
+    """Steps that are compared, one attention of each."""
     configs = [dataclasses.replace(H200, heads=h, head_dim=d, seq=n) for (h, d), n in itertools.product(HEADS, LENGTHS)]
     if small:
         configs = list(dict.fromkeys(tiny(config) for config in configs))
-    for _, of_width in itertools.groupby(configs, key=lambda config: (config.heads, config.head_dim)):
-        groups = [dataclasses.replace(config, remat=remat) for config in of_width for remat in (False, True)]
-        variants = [dataclasses.replace(group, attention=name) for group in groups for name in names()]
-        with ThreadPoolExecutor() as pool:  # all of a width are compiled before any of them is timed
-            steps = dict(zip(variants, pool.map(_compile, variants), strict=True))
-        carry = Training(groups[0]).begin(0)
-        for group in groups:
-            batch = np.random.default_rng(0).integers(0, 256, (_batch(group), group.seq + 1), np.int32)
-            carry, rows = _race([config for config in variants if _same_step(config, group)], steps, carry, batch)
-            yield rows
+    return [dataclasses.replace(config, remat=remat) for config in configs for remat in (False, True)]
 
 
-def _same_step(a: Config, b: Config) -> bool:
-    return dataclasses.replace(a, attention=b.attention) == b
+def speed(small: bool, curves_file: pathlib.Path | None = None) -> Iterator[list[dict]]:
+    """Tokens a second of each attention, with and without recomputation; a step that does not fit is a result too."""
+    words = ["--tiny"] * small
+    command = lambda *words: [sys.executable, __file__, *words]
+    drawing = [subprocess.Popen(command("curves", str(curves_file), *words))] if curves_file is not None else []
+    compiling = [command("group", str(n), *words) for n in range(len(groups(small)))]
+    for line in turns.in_turn(compiling, lambda: [process.wait() for process in drawing]):
+        if line.startswith("["):
+            yield json.loads(line)
+
+
+def group(config: Config) -> list[dict]:
+    """The steps of one group, timed when standard input says so."""
+    variants = [dataclasses.replace(config, attention=name) for name in names()]
+    with ThreadPoolExecutor() as pool:
+        begin = pool.submit(lambda: Training.begin.lower(Training(config), 0).compile())
+        steps = dict(zip(variants, pool.map(_compile, variants), strict=True))
+    turns.ready()
+    batch = np.random.default_rng(0).integers(0, 256, (_batch(config), config.seq + 1), np.int32)
+    return _race(variants, steps, begin.result()(0), batch)
 
 
 def line(row: dict) -> str:
@@ -92,7 +111,7 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> tuple[tuple, list[dict]]:
+def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> list[dict]:
     """Steps in turns, in shuffled order, all on the same parameters."""
     rows, taken = [], {}
     for config in variants:
@@ -128,7 +147,7 @@ def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> tupl
         if config in taken:
             row["seconds"] = taken[config]
             row["tokens_per_second"] = row["tokens"] / float(np.median(taken[config]))
-    return tuple(carry), rows
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------------- curves
@@ -186,26 +205,42 @@ def plot(results: dict, path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
+def write_speed(path: pathlib.Path, small: bool, curves_file: pathlib.Path | None = None) -> None:
+    """Every group as it comes."""
+    results = {"rows": []}
+    for rows in speed(small, curves_file):
+        results["rows"] += rows
+        sys.stderr.write("".join(f"{row['heads']} x {row['head_dim']} {line(row)}\n" for row in rows))
+        where = provenance() | {"command": "python benchmarks/training.py speed"}
+        path.write_text(json.dumps({"provenance": where} | results, indent=1) + "\n")
+
+
+def write_curves(path: pathlib.Path, config: Config) -> None:
+    """The curves and their plot."""
+    runs = curves(config)
+    where = provenance() | {"command": "python benchmarks/training.py curves"}
+    results = {"provenance": where, "config": dataclasses.asdict(config), "differences": differences(runs), "runs": runs}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, path.with_suffix(".png"))
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("speed", "curves"))
-    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("command", choices=("speed", "curves", "both", "group"))
+    parser.add_argument("file", type=pathlib.Path, help="results file; for both a folder; for group, which speed starts, its number")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     o = parser.parse_args()
-    where = provenance() | {"command": f"python benchmarks/training.py {o.command}"}
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     if o.command == "speed":
-        results = {"provenance": where, "rows": []}
-        for rows in speed(o.tiny):
-            results["rows"] += rows
-            sys.stderr.write("".join(f"{row['heads']} x {row['head_dim']} {line(row)}\n" for row in rows))
-            o.file.write_text(json.dumps(results, indent=1) + "\n")
+        write_speed(o.file, o.tiny)
+    elif o.command == "curves":
+        write_curves(o.file, tiny(CURVES) if o.tiny else CURVES)
+    elif o.command == "both":
+        write_speed(o.file / "training.json", o.tiny, o.file / "loss_curves.json")
     else:
-        config = tiny(CURVES) if o.tiny else CURVES
-        runs = curves(config)
-        results = {"provenance": where, "config": dataclasses.asdict(config), "differences": differences(runs), "runs": runs}
-        plot(results, o.file.with_suffix(".png"))
-        o.file.write_text(json.dumps(results, indent=1) + "\n")
+        sys.stdout.write(json.dumps(group(groups(o.tiny)[int(str(o.file))])) + "\n")
 
 
 if __name__ == "__main__":

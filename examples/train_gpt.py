@@ -123,23 +123,24 @@ class GPT(nnx.Module):
         dtype = jnp.dtype(config.dtype)
         init = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(256, config.features, embedding_init=init, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        make = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=0, out_axes=0)
+        self.blocks = make(rngs.split(config.layers))  # one module, whose parameters have an axis of layers in front
         self.norm = nnx.LayerNorm(config.features, use_bias=False, dtype=dtype, rngs=rngs)
         self.remat = config.remat
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
-        if self.blocks[0].attention.decode:
-            for block in self.blocks:
-                x = block(x)
-        else:  # one loop over all blocks, which are alike: compiled once
-            graph, _ = nnx.split(self.blocks[0])
-            params = jax.tree.map(lambda *layers: jnp.stack(layers), *(nnx.state(block) for block in self.blocks))
-            apply = lambda x, params: (nnx.merge(graph, params)(x), None)
-            if self.remat:  # keep what attention's backward needs, recompute the rest of a block
-                policy = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
-                apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-            x, _ = jax.lax.scan(apply, x, params)
+        """The blocks are alike: one loop over them, compiled once. When decoding, each keeps its cache."""
+        graph, params, cache = nnx.split(self.blocks, nnx.Param, ...)
+
+        def apply(x, layer):
+            block = nnx.merge(graph, *layer)
+            return block(x), nnx.state(block, nnx.Not(nnx.Param))
+
+        if self.remat:  # keep what attention's backward needs, recompute the rest of a block
+            policy = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
+            apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        x, cache = jax.lax.scan(apply, self.embed(tokens), (params, cache))
+        nnx.update(self.blocks, cache)
         return self.embed.attend(self.norm(x)).astype(jnp.float32)
 
 
@@ -223,6 +224,7 @@ def generate(config: Config, params: nnx.State, prompt: bytes, length: int, temp
     nnx.update(model, params)
     decoder = nnx.view(model, decode=True, batch_size=1, max_length=len(prompt) + length)
     graph, params, cache = nnx.split(decoder, nnx.Param, ...)
+    cache = jax.tree.map(lambda x: jnp.zeros((config.layers, *x.shape), x.dtype), cache)  # of each layer
 
     def advance(params, cache, tokens, key):
         decoder = nnx.merge(graph, params, cache)

@@ -4,13 +4,15 @@ import copy
 import dataclasses
 import functools
 import json
+import sys
+import time
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from flash_jax.bench import compiled, kernels, report, timing
+from flash_jax.bench import compiled, kernels, report, timing, turns
 from flash_jax.bench import measure as measuring
 from flash_jax.bench.__main__ import main
 from flash_jax.bench.accuracy import NAMES, Reference
@@ -288,3 +290,30 @@ def test_kernel_time_is_that_of_a_profile():
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #9", event("a", 32))]),
     ]
     assert kernels.module_seconds(planes) == {"a": 3.0, "b": 4.0}
+
+
+def test_processes_are_let_go_one_after_the_other():
+    program = "import sys, time; print('ready', flush=True); sys.stdin.read(); a = time.time(); time.sleep(0.1); print(a, time.time())"
+    spoken = []
+    lines = turns.in_turn([[sys.executable, "-c", program]] * 2, lambda: spoken.append(time.time()))
+    (begin, end), (next_begin, _) = ([float(x) for x in line.split()] for line in lines)
+    assert len(spoken) == 1
+    assert spoken[0] <= begin < end <= next_begin
+
+
+def test_rows_from_processes_come_in_order_and_none_is_lost_in_silence(tmp_path, monkeypatch, capsys):
+    chosen = [Row(1, 2**n, 1, 8) for n in range(7, 10)]
+    monkeypatch.setitem(PRESETS, "quick", lambda: chosen)
+    record = lambda row: json.dumps({"row": row.name, "sides": {}}) + "\n"
+    commands = []
+
+    def in_turn(given, when_ready):
+        commands.extend(given)
+        return iter([record(chosen[1]), "a library that talks\n", record(chosen[0])])
+
+    monkeypatch.setattr(turns, "in_turn", in_turn)
+    out = tmp_path / "results.json"
+    assert main(["quick", "--processes", "2", "--out", str(out)]) == 1
+    assert [r["row"] for r in json.loads(out.read_text())["rows"]] == [chosen[0].name, chosen[1].name]
+    assert f"{chosen[2].name}: the process" in capsys.readouterr().err
+    assert [command[-2:] for command in commands] == [["--part", "0"], ["--part", "1"]]

@@ -7,10 +7,10 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flash_jax.bench import compiled, report
+from flash_jax.bench import compiled, report, turns
 from flash_jax.bench.measure import measure, refusals
 from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import Row, equal_segments
@@ -36,10 +36,15 @@ def parser() -> argparse.ArgumentParser:
     )
     mine.add_argument("--bias", action="store_true", help="[1, heads, q_len, kv_len], with its gradient")
     mine.add_argument("--dropout", type=_number(float, "from 0 to below 1", lambda x: 0 <= x < 1), default=0.0)
+    mine.set_defaults(processes=1, part=None, wait=False)
     presets = [commands.add_parser(name, help=make.__doc__) for name, make in PRESETS.items()]
     for command in presets:
         command.add_argument("--also", nargs="+", default=[], choices=tuple(PRESETS), help="further presets in the same run")
         command.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one of these words")
+        several = _number(int, "an integer from 1 up", lambda n: n >= 1)
+        command.add_argument("--processes", type=several, default=1, help="that many compile at once; they are timed in turn")
+        command.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of them this is: rows as JSON on standard output
+        command.add_argument("--wait", action="store_true", help="when all is compiled, wait until standard input ends")
     for command in (mine, *presets):
         command.add_argument(
             "--sides", nargs="+", choices=tuple(SIDES), help="implementations; ours and every peer that is here by default"
@@ -100,6 +105,26 @@ def _rows(o) -> list[Row]:
     return [Row(*sizes, o.dtype, o.is_causal, window, segments, o.density, o.bias, o.dropout)]
 
 
+def _measured(chosen: list[Row], o) -> Iterator[dict]:
+    """The record of each row: all are compiled before any is timed."""
+    rows = compiled.start(chosen, {name: SIDES[name] for name in o.sides or default_sides()})
+    began = time.monotonic()
+    for n, row in enumerate(rows):
+        row.wait()
+        sys.stderr.write(f"\rcompiled {n + 1} of {len(rows)}, {time.monotonic() - began:.0f} s" + "\n" * (n + 1 == len(rows)))
+    if o.wait or o.part is not None:
+        turns.ready()
+    while rows:
+        yield measure(rows.pop(0), o.seconds)  # its executables and arrays go with it
+
+
+def _in_processes(arguments: list[str], o) -> Iterator[dict]:
+    """The same from processes, each with a share of the rows."""
+    command = [sys.executable, "-m", "flash_jax.bench", *arguments, "--part"]
+    lines = turns.in_turn(([*command, str(n)] for n in range(o.processes)), turns.ready if o.wait else lambda: None)
+    return (json.loads(line) for line in lines if line.startswith("{"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if one of our own results was refused."""
     options = parser()
@@ -114,18 +139,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _rows(o)
     except ValueError as error:
         options.error(str(error))
-    results = {"preset": o.command, "provenance": provenance(), "rows": []}
-    rows = compiled.start(chosen, {name: SIDES[name] for name in o.sides or default_sides()})
-    began = time.monotonic()
-    for n, row in enumerate(rows):
-        row.wait()
-        sys.stderr.write(f"\rcompiled {n + 1} of {len(rows)}, {time.monotonic() - began:.0f} s" + "\n" * (n + 1 == len(rows)))
-    while rows:
-        row = rows.pop(0)  # its executables and arrays go with it
-        results["rows"].append(measure(row, o.seconds))
-        sys.stderr.write(f"[{len(rows)} to go, {time.monotonic() - began:.0f} s] {report.line(results['rows'][-1])}\n")
+    if o.part is not None:
+        for record in _measured(chosen[o.part :: o.processes], o):
+            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.flush()
+        return 0
+    records = _in_processes(list(arguments or sys.argv[1:]), o) if o.processes > 1 else _measured(chosen, o)
+    order = {row.name: n for n, row in enumerate(chosen)}
+    results = {"preset": o.command, "provenance": {}, "rows": []}
+    for record in records:
+        results["provenance"] = results["provenance"] or provenance()
+        results["rows"] = sorted([*results["rows"], record], key=lambda record: order[record["row"]])
+        sys.stderr.write(f"[{len(results['rows'])} of {len(chosen)}] {report.line(record)}\n")
         if o.out:
             o.out.write_text(json.dumps(results, indent=1) + "\n")
+    missing = order.keys() - {record["row"] for record in results["rows"]}
+    if missing:
+        sys.stderr.write(f"{', '.join(sorted(missing))}: the process that had these rows ended without a result; its message is above\n")
+    if not results["rows"]:
+        return 1
     results["provenance"]["gpu_after"] = gpu()
     text = report.markdown(results)
     sys.stdout.write(text)
@@ -135,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.plot(results, o.out.with_suffix(".png"))
     refused = refusals(results)
     sys.stderr.write("".join(f"refused: {sentence}\n" for sentence in refused))
-    return int(bool(refused))
+    return int(bool(refused or missing))
 
 
 if __name__ == "__main__":
