@@ -141,6 +141,17 @@ def first_calls(results: dict) -> str:
     )
 
 
+def batched_lengths(results: dict) -> str:
+    """Time of sequences of different lengths together, over that of a call for each."""
+    lengths = ", ".join(map(str, results["lengths"]))
+    of = lambda row: [f"{row['of_separate'][part]:.2f}" for part in ("ratio", "p10", "p90")]
+    lines = [[row["side"], f"{row['median'] * 1e3:.1f}", *of(row)] for row in results["rows"]]
+    what = f"Lengths {lengths}; {results['heads']} heads of {results['head_dim']}, {results['dtype']}, causal, forward and backward."
+    return f"{origin(results)}, {results['provenance']['processor']}. {what}\n\n" + table(
+        ["eight sequences", "ms", "over separate calls", "p10", "p90"], lines
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- training
 def training(results: dict) -> str:
     """Tokens a second, a line for each model, length and recomputation."""
@@ -181,6 +192,8 @@ def results_page(files: dict[str, dict]) -> str:
             text += ["### Block-sparse\n", sparse(results), "\n### The time of a tile under a mask\n", cost_of_features(results), ""]
         if results["preset"] == "sweep" and results["provenance"]["platform"] == "gpu":
             text += ["### Memory\n", residual_memory(results), ""]
+    if "cpu_batched_lengths" in files:
+        text += ["## Sequences of different lengths\n", batched_lengths(files["cpu_batched_lengths"]), ""]
     if "h200_first_call" in files:
         text += ["## Before the first call\n", first_calls(files["h200_first_call"]), ""]
     if "h200_training" in files:

@@ -3,16 +3,18 @@
 #
 #   scripts/check.sh                 everything that CI runs
 #   scripts/check.sh --aot           and the kernels compiled for NVIDIA GPUs and TPUs that are not there
-#   scripts/check.sh --jax 0.11.2    the tests only, on that version of jax (with --aot: those as well)
+#   scripts/check.sh --slow          the tests only, and those marked slow as well
+#   scripts/check.sh --jax 0.11.2    the tests only, on that version of jax (with --aot or --slow: those as well)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-jax= aot=
+jax= aot= slow=
 while [ $# -gt 0 ]; do
   case $1 in
     --jax) jax=${2:?--jax needs a version, for example --jax 0.11.2} && shift 2 ;;
     --aot) aot=yes && shift ;;
-    *) echo "scripts/check.sh: unknown option $1; it knows --jax VERSION and --aot." >&2 && exit 2 ;;
+    --slow) slow=--slow && shift ;;
+    *) echo "scripts/check.sh: unknown option $1; it knows --jax VERSION, --aot and --slow." >&2 && exit 2 ;;
   esac
 done
 [ -z "$jax" ] || export FLASH_JAX_JAX=$jax
@@ -33,7 +35,7 @@ step() {
 run_tests() {
   local command='scripts/run pytest'
   grep -qxF "$command" README.md || { echo "README.md does not have the line '$command'." >&2 && return 1; }
-  PYTEST_ADDOPTS="--numprocesses=2 ${PYTEST_ADDOPTS:-}" $command
+  PYTEST_ADDOPTS="--numprocesses=2 $slow ${PYTEST_ADDOPTS:-}" $command
 }
 
 # The wheel, in an environment with nothing but what it asks for, away from this folder.
@@ -59,14 +61,14 @@ PYTHON
 }
 
 step setup scripts/run true
-if [ -z "$jax" ]; then
+if [ -z "$jax$slow" ]; then
   step format scripts/run ruff format --check .
   step lint scripts/run ruff check .
   step types scripts/run pyright
 fi
 step tests run_tests
 [ -z "$aot" ] || FLASH_JAX_ACCELERATOR=aot step aot scripts/run pytest -m aot --aot
-if [ -z "$jax" ]; then
+if [ -z "$jax$slow" ]; then
   step wheel try_wheel
   NO_MKDOCS_2_WARNING=1 step docs scripts/run mkdocs build --quiet --strict --site-dir "$scratch/site"
 fi

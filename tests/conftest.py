@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 
 OPT_IN = {  # marker: what --marker runs
-    "slow": "also tests that take more than about 20 seconds",
+    "slow": "also tests of more cases by interpreted kernels, minutes altogether",
     "aot": "also tests that compile kernels for hardware that is not there",
     "device": "only the tests of this machine's accelerator, on it instead of two CPU devices",
 }

@@ -26,7 +26,7 @@ NOT_OURS = {"softcap_and_bias_bias_then_cap": "the soft cap bounds the scaled sc
 
 
 def _parameter(case):
-    marks = [pytest.mark.slow] + ([pytest.mark.device] if "gpu_only" in case.tags else [])
+    marks = [pytest.mark.device] if "gpu_only" in case.tags else []
     return pytest.param(case, marks=marks, id=case.name)
 
 

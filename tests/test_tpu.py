@@ -57,8 +57,10 @@ SERVED = [case for case in CASES if declined(case) is None]
 LSE_IN_FLOAT32 = "lse of 60 and more has lost 2^-19 in float32, and the probabilities of the backward with it: twice what is allowed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [WHOLE, SLICED, None], ids=["whole", "sliced", "default"])
+SMALL_TILES = [pytest.param(config, marks=pytest.mark.slow, id=name) for name, config in (("whole", WHOLE), ("sliced", SLICED))]
+
+
+@pytest.mark.parametrize("config", [pytest.param(None, id="default"), *SMALL_TILES])
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_every_case(case, config, kernels, request):
     if case.name == "large_logits" and config is not None:

@@ -258,6 +258,23 @@ def test_export_round_trip():
     close(exported.call(*args), f(*args), 1e-6)
 
 
+KERNELS = {
+    "hopper": ("cuda", Device("gpu", "NVIDIA H200"), "mosaic_gpu_v2"),
+    "tpu": ("tpu", Device("tpu", "TPU v6 lite"), "tpu_custom_call"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_exported_with_every_safety_check(name, monkeypatch):
+    platform, device, target = KERNELS[name]
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: device)
+    f = lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation=name)
+    mapped = jax.shard_map(f, mesh=_mesh(), in_specs=P("x"), out_specs=P("x"))
+    x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16, sharding=NamedSharding(_mesh(), P("x")))
+    exported = export.export(jax.jit(lambda *a: gradients(mapped, *a)), platforms=[platform])(x, x, x)
+    assert exported.mlir_module().count(f"custom_call @{target}") >= 2
+
+
 def test_export_with_a_symbolic_batch():
     """Of lengths and heads the sizes must be known: tests/test_errors.py."""
     b = export.symbolic_shape("b, 40, 2, 8")

@@ -1,0 +1,70 @@
+"""Eight causal sequences of different lengths, batched and under vmap, against a call for each: what is hidden should cost nothing.
+
+python benchmarks/batched_lengths.py benchmarks/results/cpu_batched_lengths.json
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from flash_jax import flash_attention
+from flash_jax.bench.timing import interleave_for, provenance
+
+LENGTHS = (2048, 1536, 1024, 768, 512, 384, 256, 128)
+HEADS, HEAD_DIM = 4, 64
+
+
+def attention(q, k, v, lengths):
+    return flash_attention(q, k, v, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+
+
+def alone(q, k, v, length):
+    return attention(q[None], k[None], v[None], length[None])[0]
+
+
+def with_gradients(function: Callable) -> Callable:
+    def loss(qkv, *lengths):
+        out = function(*qkv, *lengths)
+        return (out * jnp.cos(out)).sum()
+
+    return jax.grad(loss)
+
+
+def sides(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Callable[[], object]]:
+    """Compiled calls, forward and backward: of all sequences padded to the longest, and of each one cut to its own length."""
+    number = jnp.asarray(lengths, jnp.int32)
+    padded = jax.random.normal(jax.random.key(0), (3, len(lengths), max(lengths), HEADS, HEAD_DIM))
+    separate = []
+    for n, length in enumerate(lengths):
+        qkv = padded[:, n, None, :length]
+        run = jax.jit(with_gradients(lambda q, k, v: flash_attention(q, k, v, is_causal=True))).lower(qkv).compile()
+        separate.append((run, qkv))
+    result: dict[str, Callable[[], object]] = {"separate": lambda: [run(qkv) for run, qkv in separate]}
+    for name, function in (("batched", attention), ("vmap", jax.vmap(alone))):
+        run = jax.jit(with_gradients(function)).lower(padded, number).compile()
+        result[name] = lambda run=run: run(padded, number)
+    return result
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=60, help="about how long to time")
+    o = parser.parse_args()
+    samples = interleave_for(sides(), o.seconds)
+    where = provenance() | {"command": f"python benchmarks/{pathlib.Path(__file__).name} benchmarks/results/{o.file.name}"}
+    rows = [
+        {"side": side, "median": samples.median(side), "of_separate": samples.summary("separate", side), "seconds": seconds}
+        for side, seconds in samples.seconds.items()
+    ]
+    what = {"lengths": LENGTHS, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    o.file.write_text(json.dumps({"provenance": where, **what, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
