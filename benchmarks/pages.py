@@ -143,12 +143,11 @@ def first_calls(results: dict) -> str:
 
 def batched_lengths(results: dict) -> str:
     """Time of sequences of different lengths together, over that of a call for each."""
-    lengths = ", ".join(map(str, results["lengths"]))
     of = lambda row: [f"{row['of_separate'][part]:.2f}" for part in ("ratio", "p10", "p90")]
-    lines = [[row["side"], f"{row['median'] * 1e3:.1f}", *of(row)] for row in results["rows"]]
-    what = f"Lengths {lengths}; {results['heads']} heads of {results['head_dim']}, {results['dtype']}, causal, forward and backward."
+    lines = [[", ".join(map(str, row["lengths"])), row["side"], f"{row['median'] * 1e3:.1f}", *of(row)] for row in results["rows"]]
+    what = f"{results['heads']} heads of {results['head_dim']}, {results['dtype']}, causal, forward and backward."
     return f"{origin(results)}, {results['provenance']['processor']}. {what}\n\n" + table(
-        ["eight sequences", "ms", "over separate calls", "p10", "p90"], lines
+        ["lengths", "side", "ms", "over separate calls", "p10", "p90"], lines
     )
 
 
