@@ -150,12 +150,15 @@ def predict(row: Row, side: str, phase: str) -> tuple[int, int]:
     return model, model + wider * row.batch * row.num_heads * row.length**2
 
 
-def table(results: dict) -> list[dict]:
-    """Of each case: bytes measured and predicted."""
+def table(*files: dict) -> list[dict]:
+    """Of each case of these results: bytes measured and predicted. What was counted twice is taken from the later file."""
     by_name = {row.name: row for row in rows()}
+    found = {}
+    for results in sorted(files, key=lambda results: results["provenance"]["date"]):
+        found |= {(case["row"], case["side"], case["phase"]): case for case in results["cases"]}
     order = lambda case: (list(by_name).index(case["row"]), SIDE_NAMES.index(case["side"]))
     lines = []
-    for case in sorted(results["cases"], key=order):
+    for case in sorted(found.values(), key=order):
         row = by_name[case["row"]]
         model, stored = predict(row, case["side"], case["phase"])
         read = sum(kernel["read"] for kernel in case["kernels"])

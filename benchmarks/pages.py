@@ -206,8 +206,7 @@ def pages() -> dict[pathlib.Path, str]:
     """Every page with generated parts, as it should be."""
     files = load()
     parts = paper.parts(files)
-    if "h200_counters" in files:
-        parts["counters"] = counters.markdown(counters.table(files["h200_counters"]))
+    parts["counters"] = counters.markdown(counters.table(*paper.counted(files)))
     docs = ROOT / "docs"
     written = {docs / "results.md": results_page(files)}
     for name in ("io.md", "paper.md"):
@@ -229,8 +228,7 @@ def main() -> int:
         path.write_text(text)
     files = load()
     paper.plots(files, ROOT / "docs")
-    if "h200_counters" in files:
-        counters.plot(counters.table(files["h200_counters"]), ROOT / "docs" / "io_counters.png")
+    counters.plot(counters.table(*paper.counted(files)), ROOT / "docs" / "io_counters.png")
     if "h200_loss_curves" in files:
         steps.plot(files["h200_loss_curves"], ROOT / "docs" / "loss_curves.png")
     return 0

@@ -22,11 +22,15 @@ def parts(files: dict[str, dict]) -> dict[str, str]:
     if "h200_paper" in files:
         results = files["h200_paper"]
         found |= {"lengths": lengths(results), "crossover": crossover(results), "memory": memory(results)}
-        if "h200_counters" in files:
-            found["figure2"] = figure2(results, files["h200_counters"])
+        found["figure2"] = figure2(results, counters.table(*counted(files)))
     if "h200_features" in files:
         found["sparse"] = sparse(files["h200_features"])
     return found
+
+
+def counted(files: dict[str, dict]) -> list[dict]:
+    """The results of hardware counters."""
+    return [results for name, results in files.items() if name.startswith("h200_counters")]
 
 
 def rows_of(results: dict) -> dict[Row, dict]:
@@ -59,7 +63,7 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def figure2(results: dict, counted: dict) -> str:
+def figure2(results: dict, bytes_moved: list[dict]) -> str:
     """GPT-2 medium's attention, forward and backward."""
     row, sides = next(iter(rows_of(results).items()))
     problem = io_model.make_problem(row.length, batch=row.batch, num_heads=row.num_heads, head_dim=row.head_dim, dtype=row.dtype)
@@ -67,7 +71,7 @@ def figure2(results: dict, counted: dict) -> str:
     flash = [of(problem, (128, 128)) for of in (io_model.flash_forward, io_model.flash_backward)]
     flops = {name: sum(cost.flops for cost in (standard if name == "jax.nn" else flash)) / 1e9 for name in SIDES}
     moved = dict.fromkeys(SIDES, 0.0)
-    for x in counters.table(counted):
+    for x in bytes_moved:
         if x["row"] == row:
             moved[x["case"]["side"]] += (x["read"] + x["written"]) / 1e9
     ours = {"GFLOP": flops, "HBM, GB": moved, "ms": {name: (both(sides[name]) or 0) * 1e3 for name in SIDES}}

@@ -94,8 +94,20 @@ def test_what_stays_in_the_cache_counts_as_written():
     row = counters.rows()[0]
     kernels = [{"read": 5.0, "written": 7.0}, {"read": 1.0, "written": 0.0}]
     case = {"row": row.name, "side": "flash_jax", "phase": "forward", "kernels": kernels, "left_in_cache": 3.0}
-    (line,) = counters.table({"cases": [case]})
+    (line,) = counters.table(dated(1, case))
     assert (line["read"], line["written"]) == (6.0, 10.0)
+
+
+def dated(day, *cases):
+    return {"provenance": {"date": f"2026-01-0{day}"}, "cases": list(cases)}
+
+
+def test_what_was_counted_twice_is_taken_from_the_later_file():
+    counters = module("counters")
+    case = lambda row, left: {"row": row.name, "side": "flash_jax", "phase": "forward", "kernels": [], "left_in_cache": left}
+    first, second, *_ = counters.rows()
+    lines = counters.table(dated(2, case(first, 2.0)), dated(1, case(second, 1.0), case(first, 1.0)))
+    assert [line["written"] for line in lines] == [2.0, 1.0]
 
 
 def test_scores_in_float32_are_wider():
