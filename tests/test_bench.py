@@ -293,7 +293,8 @@ def test_kernel_time_is_that_of_a_profile():
 
 
 def test_processes_are_let_go_one_after_the_other():
-    program = "import sys, time; print('ready', flush=True); sys.stdin.read(); a = time.time(); time.sleep(0.1); print(a, time.time())"
+    program = "import sys, time; print('a library that talks'); print('ready', flush=True); sys.stdin.read()"
+    program += "; begin = time.time(); time.sleep(0.1); print(begin, time.time())"
     spoken = []
     lines = turns.in_turn([[sys.executable, "-c", program]] * 2, lambda: spoken.append(time.time()))
     (begin, end), (next_begin, _) = ([float(x) for x in line.split()] for line in lines)

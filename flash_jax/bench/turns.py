@@ -26,7 +26,8 @@ def in_turn(commands: Iterable[list[str]], when_ready: Callable[[], object]) -> 
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands]
     pipes = [(process.stdin, process.stdout) for process in processes if process.stdin is not None and process.stdout is not None]
     for _, lines in pipes:
-        lines.readline()
+        while lines.readline() not in ("ready\n", ""):  # "" where the process has ended
+            pass
     when_ready()
     for go, lines in pipes:
         go.close()
