@@ -196,7 +196,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     axes.set(
         xlabel="step",
         ylabel="training loss (nats a byte)",
-        title=f"{shape}: rms difference {apart['implementations']:.4f} between implementations, {apart['seeds']:.4f} between seeds",
+        title=f"{shape}\nrms difference {apart['implementations']:.4f} between implementations, {apart['seeds']:.4f} between seeds",
     )
     axes.title.set_fontsize(9)
     axes.grid(alpha=0.25)
