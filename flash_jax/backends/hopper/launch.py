@@ -161,8 +161,8 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
     )
     if not masked.any:
         return inputs, masked
-    kv_lo, kv_hi = row_bounds(problem.mask, mask, problem.q_len)
     static = static_bounds(problem)
+    kv_lo, kv_hi = static or row_bounds(problem.mask, mask, problem.q_len)  # a constant where it can be: no kernel that fills it
     has_lo = static is None or bool((static[0] > 0).any())
     has_hi = kv_pad != problem.kv_len or static is None or bool((static[1] < problem.kv_len).any())
     has_hi = has_hi or (masked.clears and q_pad != problem.q_len)  # rows past the end must see nothing: their weights would count
