@@ -8,8 +8,9 @@ of its group:
     dV += P dO           dK += dS Q                       [64, head_dim] in registers, float32
     dQ = dS^T K          added to a float32 buffer in global memory by the copy engine
 
-P and dS are register operands of dV and dK; only dS goes through shared memory, where the two warpgroups meet. Each warpgroup adds
-its own half of dQ. There is no producer: the first warpgroup starts the copies of tile i + 1 once both are done with tile i - 1.
+P and dS are register operands of dV and dK; only dS goes through shared memory, transposed there, and the two warpgroups meet. Each
+warpgroup adds its own half of dQ. There is no producer: the first warpgroup starts the copies of tile i + 1 once both are done with
+tile i - 1. Both run one code.
 Source: FlashAttention-3 (arXiv 2407.08608), section 3, for the order of the products.
 """
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from flash_jax.backends.hopper import pipeline
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, ScoreTile, Walk, call, meet, opaque_zero, position, slot_of
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, swizzled
 from flash_jax.backends.hopper.turns import Adds
@@ -42,7 +44,11 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
     def body(g, dq_g, done_g, dk_g, dv_g, *, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, both_bar):
         b, kv_head, kv_tile = position(problem)
         kv_start = kv_tile * BLOCK_KV
-        walk = Walk(problem, g, block_q, b, kv_head, kv_tile)
+        walk = Walk(problem, g, block_q, b, kv_head, kv_tile, masked_first=not problem.deterministic_backward)
+        wg = lax.axis_index("wg")
+        mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K and V, columns of dS; columns or rows of dQ
+        tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
+        adds = Adds(walk, walk.turns, done_g, wg)
 
         def load_query(i):
             walk.load(i, g.query, g.pivot, q_s, pivot_s, q_bar)
@@ -62,99 +68,83 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             pl.when(walk.steps > 0)(lambda: load_dout(0))
             pl.when(walk.steps > 1)(lambda: load(1))
 
-        def warpgroup(wg: int):
-            if wg == 0:
-                start_copies()
-            mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K, V, dS; columns or rows of dQ
-            tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
+        def zero(i):
+            return opaque_zero(i + kv_tile)
 
-            adds = Adds(walk, walk.turns, done_g, wg)
+        def step(dk_acc, dv_acc, i, partial: bool):
+            slot = slot_of(i, q_s)
+            head, tile = walk(i)
+            bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
+            plgpu.barrier_wait(q_bar.at[slot])
+            clean = partial and g.empty_tiles is not None
+            if clean:
+                plgpu.barrier_wait(dout_bar.at[slot])
 
-            def zero(i):
-                return opaque_zero(i + kv_tile)
+                @pl.when(tile_math.has_empty_rows(head, tile))
+                def _():
+                    for n, matrix in enumerate((q_s, dout_s)):
+                        pl.when(wg == n)(lambda matrix=matrix: tile_math.keep_queries(matrix.at[slot], pivot_s.at[slot]))
+                    meet(both_bar)
 
-            def step(dk_acc, dv_acc, i, partial: bool):
-                slot = slot_of(i, q_s)
-                head, tile = walk(i)
-                bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
-                plgpu.barrier_wait(q_bar.at[slot])
-                clean = partial and g.empty_tiles is not None
-                if clean:
-                    plgpu.barrier_wait(dout_bar.at[slot])
+            s = pipeline.start_product(k_s.at[zero(i), mine], q_s.at[slot])
+            if not clean:
+                plgpu.barrier_wait(dout_bar.at[slot])
+            dp = pipeline.start_product(v_s.at[zero(i), mine], dout_s.at[slot])
+            p, weight = tile_math.weights(pipeline.finish_product(s, 1), pivot_s.at[slot], head, tile, partial, bias)
+            p16 = drop(p).astype(dtype)
+            dp = drop(pipeline.finish_product(dp, 0))
+            ds16 = tile_math.dscores(weight, dp, delta_s.at[slot]).astype(dtype)
+            # dS is stored before dV starts, and dV before the wait for the other warpgroup, which it fills; docs/dev/experiments.md.
+            ds_s.at[slot, :, mine].transpose((1, 0))[...] = ds16
+            plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
+            meet(both_bar)
+            pl.when((wg == 0) & (i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
+            seen = adds.pass_on(i)
 
-                    @pl.when(tile_math.has_empty_rows(head, tile))
-                    def _():
-                        tile_math.keep_queries((q_s, dout_s)[wg].at[slot], pivot_s.at[slot])
-                        meet(both_bar)
+            def query_gradient(dq_acc):
+                if half_rows:
+                    plgpu.wgmma(dq_acc, ds_s.at[slot, mine], k_s.at[zero(i)])
+                    out = dq_g.at[b, pl.ds(tile * block_q + wg * WARPGROUP_ROWS, WARPGROUP_ROWS), head]
+                else:
+                    plgpu.wgmma(dq_acc, ds_s.at[slot], k_s.at[zero(i), :, mine])
+                    out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
+                plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
+                dq_half = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dq_s[wg] = dq_half
+                plgpu.commit_smem()
+                adds.await_turn(i, seen)
+                plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
 
-                def scores(s_acc, dp_acc):
-                    plgpu.wgmma(s_acc, k_s.at[zero(i), mine], q_s.at[slot].transpose((1, 0)))
-                    if not clean:
-                        plgpu.barrier_wait(dout_bar.at[slot])
-                    plgpu.wgmma(dp_acc, v_s.at[zero(i), mine], dout_s.at[slot].transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    p, weight = tile_math.weights(s, pivot_s.at[slot], head, tile, partial, bias)
-                    p16 = drop(p).astype(dtype)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    ds16 = tile_math.dscores(weight, drop(dp), delta_s.at[slot]).astype(dtype)
-                    # Here, not right after P: it then fills the wait for the other warpgroup (measured: 540 against 497 TFLOP/s).
-                    plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
-                    return ds16
+            pl.run_scoped(query_gradient, plgpu.ACC((WARPGROUP_ROWS, 64), jnp.float32))
+            plgpu.wgmma_wait(0)
 
-                accumulator = plgpu.ACC((WARPGROUP_ROWS, block_q), jnp.float32)
-                ds16 = pl.run_scoped(scores, accumulator, accumulator)
-                ds_s[slot, mine] = ds16
-                meet(both_bar)
-                if wg == 0:
-                    pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
-                seen = adds.pass_on(i)
+        def run(dk_acc, dv_acc):
+            plgpu.barrier_wait(k_bar)
+            plgpu.barrier_wait(v_bar)
+            if g.unseen_tiles is not None:
 
-                def query_gradient(dq_acc):
-                    if half_rows:
-                        plgpu.wgmma(dq_acc, ds_s.at[slot, :, mine].transpose((1, 0)), k_s.at[zero(i)])
-                        out = dq_g.at[b, pl.ds(tile * block_q + wg * WARPGROUP_ROWS, WARPGROUP_ROWS), head]
-                    else:
-                        plgpu.wgmma(dq_acc, ds_s.at[slot].transpose((1, 0)), k_s.at[zero(i), :, mine])
-                        out = dq_g.at[b, pl.ds(tile * block_q, block_q), head, mine]
-                    plgpu.wgmma(dk_acc, ds16, q_s.at[slot])
-                    dq_half = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_s[wg] = dq_half
-                    plgpu.commit_smem()
-                    adds.await_turn(i, seen)
-                    plgpu.copy_smem_to_gmem(dq_s.at[wg], out, reduction_op="add")
+                @pl.when(tile_math.has_unseen_keys())
+                def _():
+                    tile_math.keep_keys(k_s.at[0, mine], v_s.at[0, mine])
+                    meet(both_bar)
 
-                pl.run_scoped(query_gradient, plgpu.ACC((WARPGROUP_ROWS, 64), jnp.float32))
-                plgpu.wgmma_wait(0)
+            walk.for_each(functools.partial(step, dk_acc, dv_acc))
+            return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
-            def run(dk_acc, dv_acc):
-                plgpu.barrier_wait(k_bar)
-                plgpu.barrier_wait(v_bar)
-                if g.unseen_tiles is not None:
-
-                    @pl.when(tile_math.has_unseen_keys())
-                    def _():
-                        tile_math.keep_keys(k_s.at[0, mine], v_s.at[0, mine])
-                        meet(both_bar)
-
-                walk.for_each(functools.partial(step, dk_acc, dv_acc))
-                return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
-
-            accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
-            dk, dv = pl.run_scoped(run, accumulator, accumulator)
-            adds.end()
-            rows = pl.ds(kv_start + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
-            meet(both_bar)  # both read all of K for dQ
-            k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
-            plgpu.wait_smem_to_gmem(0)
-
-        for wg in range(WARPGROUPS):
-            pl.when(lax.axis_index("wg") == wg)(functools.partial(warpgroup, wg))
+        pl.when(wg == 0)(start_copies)
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
+        dk, dv = pl.run_scoped(run, accumulator, accumulator)
+        adds.end()
+        rows = pl.ds(kv_start + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
+        meet(both_bar)  # both read all of K for dQ
+        k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
+        plgpu.wait_smem_to_gmem(0)
 
     per_query = plgpu.SMEM((STAGES, block_q), jnp.float32)
     scratch = {
@@ -164,7 +154,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         "dout_s": swizzled((STAGES, block_q, head_dim), dtype),
         "pivot_s": per_query,
         "delta_s": per_query,
-        "ds_s": swizzled((STAGES, BLOCK_KV, block_q), dtype),
+        "ds_s": swizzled((STAGES, block_q, BLOCK_KV), dtype),
         "dq_s": swizzled((WARPGROUPS, WARPGROUP_ROWS, 64), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),

@@ -99,16 +99,20 @@ def position(problem: Problem):
 
 
 class Walk:
-    """The steps of one block of threads: every query head of its group, and for each the q tiles that see its keys."""
+    """The steps of one block of threads: every query head of its group, and for each the q tiles that see its keys.
 
-    def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_head, kv_tile):
+    masked_first: the q tiles that need a mask come before those that need none, for all heads, each in a loop of its own; else every
+    step asks. Not where blocks take turns, who visit q tiles in one order.
+    """
+
+    def __init__(self, problem: Problem, refs: Inputs, block_q: int, b, kv_head, kv_tile, masked_first: bool = False):
         self.group, self.block_q, self.b, self.kv_head = problem.group, block_q, b, kv_head
         self.full_begin = self.full_end = self.row = self.turns = None
         if refs.turns is not None:
             self.turns = refs.turns.at[shared(refs.turns, 0, b), shared(refs.turns, 1, kv_head), kv_tile]
         if refs.lists is not None:
             self.row = refs.lists.at[shared(refs.lists, 0, b), shared(refs.lists, 1, kv_head), kv_tile]
-            self.begin, self.full_end, self.tiles = 0, self.row[0], self.row[1]
+            self.begin, self.full_begin, self.full_end, self.tiles = 0, 0, self.row[0], self.row[1]
         elif refs.ranges is not None:
             row = refs.ranges.at[shared(refs.ranges, 0, b), kv_tile]
             self.begin, self.full_begin, self.full_end = row[0], row[1], row[2]
@@ -116,12 +120,26 @@ class Walk:
         else:
             self.begin, self.tiles = 0, -(-problem.q_len // block_q)
         self.steps = self.tiles * self.group
+        self.masked_first = masked_first and self.full_end is not None
+        if self.masked_first:
+            self.masked = self.tiles - (self.full_end - self.full_begin)  # of each head
+            self.masked_steps = self.masked * self.group
 
     def _split(self, i):
+        """Head of the group, and which of its tiles, in step i."""
         if self.turns is not None:  # see `turns`
             return lax.rem(i, self.group), self.tiles - 1 - lax.div(i, self.group)
-        head = lax.div(i, self.tiles) if self.group > 1 else 0
-        return head, i - head * self.tiles
+        if not self.masked_first:
+            head = lax.div(i, self.tiles) if self.group > 1 else 0
+            return head, i - head * self.tiles
+        is_masked, lead = i < self.masked_steps, self.full_begin - self.begin
+        n, head = jnp.where(is_masked, i, i - self.masked_steps), 0
+        if self.group > 1:
+            tiles = jnp.where(is_masked, self.masked, self.tiles - self.masked)
+            head = lax.div(n, tiles)
+            n -= head * tiles
+        after = jnp.where(n < lead, n, n + self.tiles - self.masked)  # past the full ones, which stand between
+        return head, jnp.where(is_masked, after, n + lead)
 
     def __call__(self, i):
         """Query head and q tile of step i."""
@@ -132,8 +150,6 @@ class Walk:
     def is_full(self, i):
         """No mask is needed in step i."""
         _, n = self._split(i)
-        if self.row is not None:
-            return n < self.full_end
         tile = self.begin + n
         return (tile >= self.full_begin) & (tile < self.full_end)
 
@@ -153,7 +169,11 @@ class Walk:
             pl.when(full)(lambda: step(i, False))
             pl.when(jnp.logical_not(full))(lambda: step(i, True))
 
-        lax.fori_loop(0, self.steps, one if masks and self.full_end is not None else lambda i, _: step(i, False), None)
+        if self.masked_first:
+            lax.fori_loop(0, self.masked_steps, lambda i, _: step(i, True), None)
+            lax.fori_loop(self.masked_steps, self.steps, lambda i, _: step(i, False), None)
+        else:
+            lax.fori_loop(0, self.steps, one if masks and self.full_end is not None else lambda i, _: step(i, False), None)
 
 
 def slot_of(i, staged):
