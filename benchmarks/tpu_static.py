@@ -110,8 +110,8 @@ def by_arithmetic_kinds(mask, function):
     def run(*args):
         visit, kinds = plan.visit, plan.kinds
         plan.kinds = lambda problem, tiles, operands: None
-        plan.visit = lambda problem, tiles, ids, first_tile, _, step: visit(
-            problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), step
+        plan.visit = lambda problem, tiles, ids, first_tile, _, work: visit(
+            problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), work
         )
         try:
             return function(*args)
@@ -252,7 +252,7 @@ def cases(generation, tiles):
 
 
 def simulate(name, generation, tiles, folder):
-    """In this process, whose environment points libtpu at the folder: `{kernel: cycles}`, VMEM and spills."""
+    """In this process, whose environment points libtpu at the folder."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -265,6 +265,10 @@ def simulate(name, generation, tiles, folder):
     mesh = jax.sharding.Mesh(np.array([device]), ("one",)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         jax.jit(function).lower(*arguments).compile()
+
+
+def simulated(folder) -> dict:
+    """What libtpu wrote: `{kernel: cycles}` and spills."""
     cycles, spills = {}, 0
     for path in glob.glob(f"{folder}/profile/*_static_llo_profile.textproto"):
         with open(path) as file:
@@ -276,7 +280,10 @@ def simulate(name, generation, tiles, folder):
 
 
 def run(name, generation, tiles):
-    """`simulate` in a process of its own: libtpu reads its flags once, and aborts on what it cannot simulate."""
+    """`simulate` in a process of its own: libtpu reads its flags once, and aborts on what it cannot simulate.
+
+    It may do so after the kernel, at an operation of XLA: then the kernel's cycles are there, and the sum is not known.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(f"{folder}/profile")
         flags = [
@@ -288,8 +295,8 @@ def run(name, generation, tiles):
         environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": " ".join(flags)}
         command = [sys.executable, __file__, "--child", name, generation, folder] + ["--tiles"] * tiles
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
-        return json.loads(lines[-1]) if lines else {"error": result.stderr.strip().splitlines()[-1:]}
+        found = simulated(folder) | {"whole": result.returncode == 0}
+        return found if found["cycles"] else {"error": result.stderr.strip().splitlines()[-1:]}
 
 
 def libtpu_version() -> str:
@@ -308,7 +315,7 @@ def main():
     options = parser.parse_args()
     if options.child:
         name, generation, folder = options.child
-        print(json.dumps(simulate(name, generation, options.tiles, folder)), flush=True)
+        simulate(name, generation, options.tiles, folder)
         os._exit(0)  # libtpu's threads outlive the interpreter
     os.environ.update(ENVIRONMENT)
     title = f"Simulated cycles, one head of {HEAD_DIM} (v5p: two), bfloat16, length {length('full')}, block maps {length('half')}"
@@ -343,7 +350,8 @@ def row_of(name, generation, tiles) -> dict:
     use = work / (kernel * GENERATIONS[generation][1])
     if use > 1:
         return row | {"error": f"impossible: {kernel} cycles would be {100 * use:.0f} % of what the MXU can do"}
-    return row | {"kernel": kernel, "with_xla_ops": sum(cycles.values()), "mxu_percent": round(100 * use, 1), "spills": result["spills"]}
+    total = sum(cycles.values()) if result["whole"] else None
+    return row | {"kernel": kernel, "with_xla_ops": total, "mxu_percent": round(100 * use, 1), "spills": result["spills"]}
 
 
 def line_of(row, rows) -> str:
@@ -359,7 +367,7 @@ def line_of(row, rows) -> str:
         ):
             share = 2 * row["kernel"] / full["kernel"]
             note = "" if 0.8 <= share <= 1.4 else f"  suspicious: {share:.2f} of half of full"
-    return f"{name}{row['kernel']:12,}{row['with_xla_ops']:14,}{row['mxu_percent']:8.1f}{row['spills']:8}{note}"
+    return f"{name}{row['kernel']:12,}{row['with_xla_ops'] or 'unknown':>14}{row['mxu_percent']:8.1f}{row['spills']:8}{note}"
 
 
 def best_of_each(rows) -> list[str]:

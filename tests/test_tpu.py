@@ -143,18 +143,19 @@ def test_arithmetic_in_the_kernel_is_sound_and_visits_what_the_schedule_visits(r
 
 
 def visits(problem, tiles, kinds=None):
-    """What a kernel's steps do with each score, `[q_len, kv_len]`, padded: 1 a step without, 10 a step with the mask."""
+    """What a kernel's steps do with each score, `[q_len, kv_len]`, padded: 1 a step, 10 more for the lower bound, 100 the upper."""
     num_q, kv_len = schedule.num_tiles(problem.q_len, tiles.block_q), tiles.resident
 
     def kernel(*refs):
         kinds_ref, out_ref = refs if kinds is not None else (None, *refs)
         out_ref[...] = jnp.zeros_like(out_ref)
 
-        def step(start, width, rows, masked):
-            out_ref[rows, pl.ds(start, width)] += 10 if masked else 1
+        def step(start, rows, cuts, first):
+            for begin, end, lower, upper, _ in cuts:
+                out_ref[rows, pl.ds(start + begin, end - begin)] += 1 + 10 * lower + 100 * upper
 
-        ids = launch.Ids(0, 0, pl.program_id(0), 0)
-        plan.visit(problem, tiles, ids, 0, None if kinds is None else kinds_ref.at[0], step)
+        ids, nothing = launch.Ids(0, 0, pl.program_id(0), 0), lambda rows: None
+        plan.visit(problem, tiles, ids, 0, None if kinds is None else kinds_ref.at[0], plan.Work(nothing, step, nothing))
 
     with interpreted():
         return np.asarray(
@@ -189,8 +190,11 @@ def test_every_visible_score_is_visited_once_and_no_hidden_one_without_the_mask(
     lo, hi = (np.asarray(x)[:, None] for x in rule(jnp.arange(270)))
     kv = np.arange(320)
     seen = (lo <= kv) & (kv < hi)
-    assert np.isin(got[seen], (1, 10)).all()
-    assert (got[~seen] % 10 == 0).all()
+    visited, lower, upper = got % 10, got // 10 % 10, got // 100
+    assert (visited[seen] == 1).all()
+    assert (visited <= 1).all()
+    hidden = (visited == 0) | ((kv < lo) & (lower == 1)) | ((kv >= hi) & (upper == 1))
+    assert hidden[~seen].all()
 
 
 def test_an_edge_visits_fewer_scores_than_whole_tiles():
@@ -198,7 +202,10 @@ def test_an_edge_visits_fewer_scores_than_whole_tiles():
     problem = problem_of(RowRule(256, right=0), 256)
     whole, pieces = (visits(problem, Tiles(64, 64, 256, pieces=n)) for n in (0, 4))
     assert (whole > 0).sum() == 10 * 64 * 64
-    assert plan.edge(problem.mask.rule, 256, Tiles(64, 16, 256, pieces=4)) == plan.Edge((16, 32, 48, 64), alone=False)
+    seen = lambda end: (plan.Cut(0, end, lower=False, upper=False, others=False),) if end else ()
+    cut = lambda begin: (plan.Cut(begin, begin + 16, lower=False, upper=True, others=False),)
+    steps = tuple(seen(n) + cut(n) for n in (0, 16, 32, 48))
+    assert plan.edge(problem.mask.rule, 256, Tiles(64, 16, 256, pieces=4)) == plan.Edge(steps, alone=False)
     assert (visits(problem, Tiles(64, 16, 256, pieces=4)) > 0).sum() == 6 * 64 * 64 + 4 * 10 * 16 * 16
     assert (pieces > 0).sum() == 10 * 64 * 64  # 64 keys are the least that a step of this tiling takes
 
@@ -206,8 +213,13 @@ def test_an_edge_visits_fewer_scores_than_whole_tiles():
 def test_a_narrow_band_is_one_step_a_piece():
     rule = RowRule(256, left=31, right=0)
     tiles = Tiles(64, 32, 256, pieces=2)
-    assert plan.edge(rule, 256, tiles) == plan.Edge((64, 64), alone=True)
-    assert (visits(problem_of(rule, 256), tiles) == 10).sum() == 256 * 64
+    at_edge = plan.edge(rule, 256, tiles)
+    left, right = plan.Cut(0, 32, lower=True, upper=False, others=False), plan.Cut(32, 64, lower=False, upper=True, others=False)
+    assert at_edge.alone
+    assert at_edge.steps == ((left, right), (left, right))
+    got = visits(problem_of(rule, 256), tiles)
+    assert (got > 0).sum() == 256 * 64 - 32 * 32  # the first rows have fewer keys before them
+    assert (got == 11).sum() == (256 - 32) * 32
     assert plan.edge(rule, 256, dataclasses.replace(tiles, resident=128)) is None
 
 
@@ -238,6 +250,23 @@ def test_padding_reaches_nothing(name, kernels):
     expected = run(ARRAYS, DOUT, DLSE)
     for poison in (jnp.nan, jnp.inf):
         jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
+
+
+def test_a_value_that_is_seen_and_not_finite_is_not_hidden(kernels):
+    """Rows that see it are NaN, others and their gradients are what they were."""
+    arguments, dout, _ = BY_NAME["packed"].build()
+    value = arguments["value"].at[0, 25].set(jnp.inf)  # of the second sequence, rows 20 to 49 with the causal mask
+
+    @jax.jit
+    def run(value):
+        results, pullback = jax.vjp(lambda q: attention(WHOLE, None)(**(arguments | {"query": q, "value": value}))[0], arguments["query"])
+        return results, pullback(dout)[0]
+
+    for got, expected in zip(run(value), run(arguments["value"]), strict=True):
+        assert np.isnan(got[0, 25:50]).all()
+        rest = np.ones(got.shape[1], bool)
+        rest[25:50] = False
+        np.testing.assert_array_equal(got[0, rest], expected[0, rest])
 
 
 def test_lowers_for_tpu_without_one():

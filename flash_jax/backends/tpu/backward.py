@@ -21,7 +21,7 @@ from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.dbias import dbias
 from flash_jax.backends.tpu.forward import states
 from flash_jax.backends.tpu.gradients import tile_gradients
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, pad_rows, row_of, slice_keys
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, moved, pad_rows, row_of, slice_keys
 from flash_jax.backends.tpu.tile import NN, TN, Tile, dot
 from flash_jax.problem import Operands, Problem
 
@@ -42,17 +42,21 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
         dk_ref[...] = jnp.zeros_like(dk_ref)
         dv_ref[...] = jnp.zeros_like(dv_ref)
 
-    dq_ref[...] = jnp.zeros_like(dq_ref)
+    def begin(rows):
+        dq_ref[rows, :] = jnp.zeros_like(dq_ref[rows, :])
 
-    def step(start, width, rows, masked):
-        tile = Tile(problem, tiles, refs, ids, first_tile, start, width, rows, keys_first=True)
-        q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, masked)
+    def step(start, rows, cuts, first):
+        tile = Tile(problem, tiles, refs, ids, first_tile, start, cuts[-1].end, rows, keys_first=True)
+        q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, cuts)
         dv_ref[tile.slice, :] += dot(problem, tile.drop(p), dout, NN)
         dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
-        dq_ref[rows, :] += dot(problem, ds, k, TN)
+        dq = dot(problem, ds, k, TN)
+        dq_ref[rows, :] = dq if first else dq_ref[rows, :] + dq
 
-    plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)
-    out["dq"][...] = (dq_ref[...] * scale if scaled else dq_ref[...]).astype(out["dq"].dtype)
+    def end(rows):
+        out["dq"][rows, :] = (dq_ref[rows, :] * scale if scaled else dq_ref[rows, :]).astype(out["dq"].dtype)
+
+    plan.visit(problem, tiles, ids, first_tile, refs.kinds, plan.Work(begin, step, end))
 
     @pl.when((head == last[0]) & (ids.i == last[1]))
     def _():
@@ -88,9 +92,14 @@ def backward(
     seen = lse > -jnp.inf  # of the other rows nothing is read: they may be padding
     delta = jnp.where(seen, (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - dlse, 0)
     pivot, weight = _row_weights(problem, config, operands, lse, tiles)
-    arrays = arrange(problem, tiles, operands)._replace(
-        dout=pad_rows(heads_first(dout), tiles), pivot=pivot, weight=weight, delta=row_of(delta, tiles)
-    )
+    hidden_rows, hidden_keys = plan.hides(problem)
+    seen_rows = lambda x: jnp.where(seen[..., None], x, 0) if hidden_rows else x
+    arrays = arrange(problem, tiles, operands._replace(query=seen_rows(operands.query)))
+    if hidden_keys:
+        key, value = moved(arrays.key, arrays.value)
+        arrays = arrays._replace(key=key, value=value)
+    dout = pad_rows(heads_first(seen_rows(dout)), tiles)
+    arrays = arrays._replace(dout=dout, pivot=pivot, weight=weight, delta=row_of(delta, tiles))
     gradients = {}
     if {"query", "key", "value", "scale"} & set(wanted):
         gradients = _dq_dk_dv(problem, tiles, config.vmem, arrays, unscaled="scale" in wanted)

@@ -111,7 +111,8 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     block_q, block_kv, unroll, piece, by_label = preferred
     rule = problem.mask.rule
     if problem.mask.has_labels:
-        block_q, block_kv = min(block_q, by_label), min(block_kv, by_label)
+        by_label = 1024 if rule is not None and not rule.is_trivial else by_label
+        block_q, block_kv, piece = min(block_q, by_label), min(block_kv, by_label), min(piece, 512)
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
     columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense

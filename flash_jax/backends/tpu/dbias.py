@@ -34,15 +34,16 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(start, width, rows, masked):
-        tile = Tile(problem, tiles, refs, ids, ids.c, start, width, rows, keys_first=True)
-        dlogits = transpose(tile_gradients(problem, tile, refs, masked)[4])
+    def step(start, rows, cuts, _):
+        tile = Tile(problem, tiles, refs, ids, ids.c, start, cuts[-1].end, rows, keys_first=True)
+        dlogits = transpose(tile_gradients(problem, tile, refs, cuts)[4])
         for axis in (0, 1):
             if acc_ref.shape[axis] == 1:
                 dlogits = dlogits.sum(axis, keepdims=True)
         acc_ref[...] += dlogits
 
-    plan.visit(problem, tiles, ids, ids.c, refs.kinds, step)
+    nothing = lambda rows: None
+    plan.visit(problem, tiles, ids, ids.c, refs.kinds, plan.Work(nothing, step, nothing))
 
     @pl.when(last)
     def _():

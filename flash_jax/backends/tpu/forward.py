@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from flash_jax import schedule, softmax
 from flash_jax.backends.tpu import plan
 from flash_jax.backends.tpu.config import Tiles
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
-from flash_jax.backends.tpu.tile import NN, NT, Tile, clean, dot
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, moved
+from flash_jax.backends.tpu.tile import NN, NT, Tile, dot
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -49,47 +49,64 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
     def wide(row, width):
         return jnp.tile(row, (1, schedule.num_tiles(width, lanes)))[:, :width]
 
-    @pl.when(ids.c == 0)
-    def _():
-        m_ref[...] = jnp.full_like(m_ref, -jnp.inf if unit is None else jnp.finfo(jnp.float32).min)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    def only(condition, function):
+        """At the first or last slice of the keys."""
+        pl.when(condition)(function) if slices > 1 else function()
 
-    def step(start, width, rows, masked):
+    def begin(rows):
+        def _():
+            m_ref[rows, :] = jnp.full_like(m_ref[rows, :], -jnp.inf if unit is None else jnp.finfo(jnp.float32).min)
+            l_ref[rows, :] = jnp.zeros_like(l_ref[rows, :])
+            acc_ref[rows, :] = jnp.zeros_like(acc_ref[rows, :])
+
+        only(ids.c == 0, _)
+
+    def step(start, rows, cuts, first):
+        width = cuts[-1].end
         tile = Tile(problem, tiles, refs, ids, first_tile, start, width, rows, keys_first=False)
-        visible = tile.visible(masked)
         qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
         if unit is None:
+            if first:
+                begin(rows)
             s, _ = tile.logits(qk)
-            s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-            used = tile.used_keys(s, visible)
+            s, _ = tile.hide(s, cuts)
             m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
             p = softmax.probs(s, pivot, lambda row: wide(row, width))
         else:
-            qk = qk if visible is None else jnp.where(visible, qk, -jnp.inf)
-            used = tile.used_keys(qk, visible)
-            m = jnp.maximum(m_ref[rows, :], qk.max(1, keepdims=True))
-            alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
+            qk, _ = tile.hide(qk, cuts)
+            m = qk.max(1, keepdims=True)
+            if first:
+                m = jnp.broadcast_to(jnp.maximum(m, jnp.finfo(jnp.float32).min), (m.shape[0], lanes))
+            else:
+                m = jnp.maximum(m_ref[rows, :], m)
+                alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
             p = jnp.exp2((qk - wide(m, width)) * unit)
         m_ref[rows, :] = m
-        l_ref[rows, :] = l_ref[rows, :] * alpha + _by_lane(p, lanes)
-        v = clean(refs.value[tile.slice, :], used)
-        acc_ref[rows, :] = acc_ref[rows, :] * wide(alpha, problem.v_head_dim) + dot(problem, tile.drop(p), v, NN)
+        l, acc = _by_lane(p, lanes), dot(problem, tile.drop(p), refs.value[tile.slice, :], NN)
+        if not (first and unit is not None):
+            l += l_ref[rows, :] * alpha
+            acc += acc_ref[rows, :] * wide(alpha, problem.v_head_dim)
+        l_ref[rows, :], acc_ref[rows, :] = l, acc
 
-    plan.visit(problem, tiles, ids, first_tile, refs.kinds, step)
+    def end(rows):
+        def _():
+            m, l = m_ref[rows, :1] * (1 if unit is None else unit), l_ref[rows, :].sum(1, keepdims=True)
+            out["out"][rows, :] = softmax.finish(m, l, acc_ref[rows, :], lambda row: row)[0].astype(problem.dtype)
+            lane = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, 128), 1)
+            both = jnp.where(lane == 0, m, l).T  # one transpose for the two
+            out["m"][:, rows], out["l"][:, rows] = both[:1], both[1:2]
 
-    @pl.when(ids.c == slices - 1)
-    def _():
-        m, l = m_ref[:, :1] * (1 if unit is None else unit), l_ref[...].sum(1, keepdims=True)
-        out["out"][...] = softmax.finish(m, l, acc_ref[...], lambda row: row)[0].astype(problem.dtype)
-        lane = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 128), 1)
-        both = jnp.where(lane == 0, m, l).T  # one transpose for the two
-        out["m"][...], out["l"][...] = both[:1], both[1:2]
+        only(ids.c == slices - 1, _)
+
+    plan.visit(problem, tiles, ids, first_tile, refs.kinds, plan.Work(begin, step, end))
 
 
 def states(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tuple[Array, Array, Array]:
     """out `[batch, heads, q_len, v_head_dim]`, and the rows' final m and l, `[batch, heads, 1, q_len]`, rows padded."""
     arrays = arrange(problem, tiles, operands)
+    if plan.hides(problem)[1]:
+        value, key = moved(arrays.value, arrays.key)
+        arrays = arrays._replace(key=key, value=value)
     slices = arrays.key.shape[2] // tiles.resident
     num_q = schedule.num_tiles(problem.q_len, tiles.block_q)
     grid = Grid((problem.batch, problem.num_heads, num_q, slices), Ids, parallel=3)

@@ -176,6 +176,16 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
     )
 
 
+def moved(x: Array, other: Array) -> tuple[Array, Array]:
+    """Of keys and values: 0 for what is not finite in one of them, and NaN at those positions in the other.
+
+    What multiplies hidden probabilities, which are 0, must be finite; the other meets a mask before it meets anything else, and
+    where such a key is seen, the result is NaN as it has to be.
+    """
+    finite = jnp.isfinite(x)
+    return jnp.where(finite, x, 0), jnp.where(finite.all(-1, keepdims=True), other, jnp.nan)
+
+
 def slice_keys(problem: Problem, tiles: Tiles, arrays: Arrays, c: Array) -> Arrays:
     """The arrays with only slice `c` of the keys."""
 

@@ -58,7 +58,7 @@ def _bounds(rule: visibility.RowRule, q_len: int) -> tuple[np.ndarray, np.ndarra
 
 @functools.cache
 def unseen(rule: visibility.RowRule, q_len: int) -> tuple[bool, bool]:
-    """Whether the rule leaves a row without keys, and a key without rows: what padding may hold then has to be cleaned."""
+    """Whether the rule leaves a row without keys, and a key without rows."""
     lo, hi = _bounds(rule, q_len)
     rows = np.zeros(rule.kv_len + 1, int)  # that see each key, as differences
     np.add.at(rows, lo, 1)
@@ -66,35 +66,93 @@ def unseen(rule: visibility.RowRule, q_len: int) -> tuple[bool, bool]:
     return bool((lo >= hi).any()), bool((rows.cumsum()[:-1] == 0).any())
 
 
+def hides(problem: Problem) -> tuple[bool, bool]:
+    """Whether there may be rows that see no key, and keys that no row sees: what those hold must not matter."""
+    if problem.bias_shape is not None or not is_static(problem):
+        return True, True
+    return unseen(problem.mask.rule, problem.q_len)
+
+
+class Cut(NamedTuple):
+    """Keys of a step, and what may hide some of them from some of its rows: the bounds of the interval, the other predicates."""
+
+    begin: int
+    end: int
+    lower: bool
+    upper: bool
+    others: bool
+
+
+Cuts = tuple[Cut, ...]  # of all keys of a step
+
+
+def _whole(width: int, masked: bool) -> Cuts:
+    return (Cut(0, width, masked, masked, masked),)
+
+
+def _cuts(width: int, seen_begin: int, seen_end: int, others: bool) -> Cuts:
+    """Of keys that all rows see from `seen_begin` to `seen_end`: outside, one bound is to be looked at, or both where there are none."""
+    if seen_begin > seen_end:
+        return (Cut(0, width, True, True, others),) if width else ()
+    ends = (0, seen_begin, True, False), (seen_begin, seen_end, False, False), (seen_end, width, False, True)
+    return tuple(Cut(*x, others) for x in ends if x[0] < x[1])
+
+
 class Edge(NamedTuple):
     """Where the mask cuts through a q tile, as steps of static shape, one a piece of its rows, one after another without a branch.
 
-    widths: keys of each step, 0 for none. They start where the full tiles of the q tile end; or, where `alone`, at the first key that
+    steps: of each piece, () for none. They start where the full tiles of the q tile end; or, where `alone`, at the first key that
     the piece sees, and then there is nothing else to visit.
+    head, turn: the first `turn` q tiles, whose rows all see the first key, take these steps instead.
     """
 
-    widths: tuple[int, ...]
+    steps: tuple[Cuts, ...]
     alone: bool
+    head: tuple[Cuts, ...] = ()
+    turn: int = 0
+
+
+def edge_of(problem: Problem, tiles: Tiles) -> Edge | None:
+    """Of a static rule, alone or with labels: of other masks whole tiles may be hidden, and these are not to be visited."""
+    spec = problem.mask
+    if spec.rule is None or spec.rule.is_trivial or spec.num_dense or spec.block_sizes or spec.functions:
+        return None
+    return edge(spec.rule, problem.q_len, tiles, spec.has_labels)
 
 
 @functools.cache
-def edge(rule: visibility.RowRule, q_len: int, tiles: Tiles) -> Edge | None:
+def edge(rule: visibility.RowRule, q_len: int, tiles: Tiles, others: bool = False) -> Edge | None:
     """The same steps have to serve every q tile and stay within the resident keys, which must be all; else None."""
     if not tiles.pieces or rule.kv_len > tiles.resident:
         return None
     lo, hi = _bounds(rule, q_len)
+    num_q, size, lanes = schedule.num_tiles(q_len, tiles.block_q), tiles.block_q // tiles.pieces, tiles.lanes
     with jax.ensure_compile_time_eval():
-        r = schedule.Ranges(*(np.asarray(x) for x in _ranges(rule, q_len, tiles, jnp.arange(schedule.num_tiles(q_len, tiles.block_q)))))
-    size = tiles.block_q // tiles.pieces
-    first = np.minimum(np.arange(r.end.size * tiles.pieces) * size, q_len - 1).reshape(-1, tiles.pieces)
+        r = schedule.Ranges(*(np.asarray(x) for x in _ranges(rule, q_len, tiles, jnp.arange(num_q))))
+    first = np.minimum(np.arange(num_q * tiles.pieces) * size, q_len - 1).reshape(num_q, tiles.pieces)
     last = np.minimum(first + size, q_len) - 1
-    up = lambda x: tuple(int(-(-max(n, 0) // tiles.lanes) * tiles.lanes) for n in x.max(0))
-    after, start = up(hi[last] - r.full_end[:, None] * tiles.block_kv), lo[first] // tiles.lanes * tiles.lanes
-    alone = up(np.where(hi[last] > lo[first], hi[last] - start, 0))
-    others = int((r.full_end - r.begin).sum()) * tiles.block_kv * tiles.block_q // r.end.size
-    if max(alone) * size <= tiles.block_q * tiles.block_kv and size * sum(alone) <= others + size * sum(after):
-        return Edge(alone, alone=True)
-    fits = (r.full_end * tiles.block_kv).max() + max(after) <= tiles.resident and max(after) <= tiles.block_q + tiles.block_kv
+    empty = hi[last] <= lo[first]
+
+    def steps(start, of=slice(None)) -> tuple[Cuts, ...]:
+        """`start`: first key of each q tile's step of each piece; `of`: the q tiles that take them."""
+        widths = -(-np.where(empty, 0, hi[last] - start)[of].max(0).clip(0) // lanes) * lanes
+        start = np.minimum(start, tiles.resident - widths)[of]
+        seen_begin = -(-(lo[last[of]] - start).max(0) // lanes) * lanes
+        seen_end = (hi[first[of]] - start).min(0) // lanes * lanes
+        return tuple(
+            _cuts(int(w), *(int(n.clip(0, w)) for n in seen), others) for w, *seen in zip(widths, seen_begin, seen_end, strict=True)
+        )
+
+    from_first_key = lo[first] // lanes * lanes
+    after, alone = steps(r.full_end[:, None] * tiles.block_kv), steps(from_first_key)
+    width = lambda steps: [cuts[-1].end if cuts else 0 for cuts in steps]
+    loops = int((r.full_end - r.begin).sum()) * tiles.block_kv * tiles.block_q // num_q
+    if max(width(alone)) * size <= tiles.block_q * tiles.block_kv and size * sum(width(alone)) <= loops + size * sum(width(after)):
+        turn = int((lo[first[:, 0]] == 0).sum())
+        if turn in (0, num_q):
+            return Edge(alone, alone=True)
+        return Edge(steps(from_first_key, slice(turn, None)), True, steps(from_first_key, slice(turn)), turn)
+    fits = (r.full_end * tiles.block_kv).max() + max(width(after)) <= tiles.resident and max(width(after)) <= tiles.block_q + tiles.block_kv
     return Edge(after, alone=False) if fits else None
 
 
@@ -112,51 +170,100 @@ def held_slice(problem: Problem, tiles: Tiles) -> Callable | None:
     return held
 
 
-def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, step: Callable) -> None:
-    """`step(start, width, rows, masked)` for everything that the q tile visits: keys from `start`, counted from the first resident one."""
-    resident, all_rows = tiles.tiles_resident, slice(0, tiles.block_q)
+class Work(NamedTuple):
+    """What a kernel does with rows of a q tile: `begin(rows)`, steps, `end(rows)`.
 
-    def tile(j, masked):
-        step(j * tiles.block_kv, tiles.block_kv, all_rows, masked)
+    `step(start, rows, cuts, first)`: keys from `start`, counted from the first resident one; `first`: in place of `begin`.
+    """
 
-    if kinds_ref is not None:
+    begin: Callable
+    step: Callable
+    end: Callable
 
-        def by_kind(j, _):
-            kind = kinds_ref[0, first_tile + j]
-            pl.when(kind == schedule.PARTIAL)(lambda: tile(j, True))
-            pl.when(kind == schedule.FULL)(lambda: tile(j, False))
 
-        begin, end = (jnp.clip(kinds_ref[0, kinds_ref.shape[1] - n] - first_tile, 0, resident) for n in (2, 1))
-        lax.fori_loop(begin, end, by_kind, None)
+def visit(problem: Problem, tiles: Tiles, ids, first_tile, kinds_ref, work: Work) -> None:
+    """The work of everything that the q tile visits."""
+    all_rows = slice(0, tiles.block_q)
+    at_edge = edge_of(problem, tiles)
+    if at_edge is not None and at_edge.alone:
+        if not at_edge.turn:
+            _alone(problem, tiles, ids, at_edge.steps, work)
+            return
+        pl.when(ids.i < at_edge.turn)(lambda: _alone(problem, tiles, ids, at_edge.head, work))
+        pl.when(ids.i >= at_edge.turn)(lambda: _alone(problem, tiles, ids, at_edge.steps, work))
         return
+    work.begin(all_rows)
+    if kinds_ref is None:
+        full_end = _by_range(problem, tiles, ids, first_tile, at_edge is not None, work)
+    else:
+        full_end = tiles.tiles_resident if at_edge is None else ranges(problem, tiles, ids.i).full_end
+        _by_kind(tiles, first_tile, kinds_ref, full_end, work)
+    if at_edge is None:
+        work.end(all_rows)
+        return
+    for rows, cuts in _pieces(tiles, at_edge.steps):
+        if cuts:
+            work.step(full_end * tiles.block_kv, rows, cuts, False)
+        work.end(rows)
 
-    masked, full = functools.partial(tile, masked=True), functools.partial(tile, masked=False)
+
+def _pieces(tiles: Tiles, steps: tuple[Cuts, ...]):
+    size = tiles.block_q // tiles.pieces
+    return [(slice(n * size, (n + 1) * size), cuts) for n, cuts in enumerate(steps)]
+
+
+def _alone(problem: Problem, tiles: Tiles, ids, steps: tuple[Cuts, ...], work: Work) -> None:
+    """Piece after piece, in one straight line of code: the end of one hides behind the products of the next."""
+    before = None
+    for rows, cuts in _pieces(tiles, steps):
+        if cuts:
+            lo, _ = problem.mask.rule(jnp.minimum(jnp.asarray(ids.i, jnp.int32) * tiles.block_q + rows.start, problem.q_len - 1))
+            start = jnp.minimum(divide(lo, tiles.lanes) * tiles.lanes, tiles.resident - cuts[-1].end)
+            work.step(start, rows, cuts, True)
+        else:
+            work.begin(rows)
+        if before is not None:
+            work.end(before)
+        before = rows
+    work.end(before)
+
+
+def _tile(tiles: Tiles, work: Work, masked: bool, j) -> None:
+    work.step(j * tiles.block_kv, slice(0, tiles.block_q), _whole(tiles.block_kv, masked), False)
+
+
+def _by_kind(tiles: Tiles, first_tile, kinds_ref, last, work: Work) -> None:
+    """Tiles of the table, those from `last` on left out."""
+
+    def by_kind(j, _):
+        kind = kinds_ref[0, first_tile + j]
+        pl.when(kind == schedule.PARTIAL)(lambda: _tile(tiles, work, True, j))
+        pl.when(kind == schedule.FULL)(lambda: _tile(tiles, work, False, j))
+
+    begin, end = (jnp.clip(kinds_ref[0, kinds_ref.shape[1] - n] - first_tile, 0, last) for n in (2, 1))
+    lax.fori_loop(begin, end, by_kind, None)
+
+
+def _by_range(problem: Problem, tiles: Tiles, ids, first_tile, but_edge: bool, work: Work):
+    """Tiles of the static rule, `but_edge` not those from the end of the full ones, which is returned."""
+    resident = tiles.tiles_resident
+    masked, full = functools.partial(_tile, tiles, work, True), functools.partial(_tile, tiles, work, False)
     rule = problem.mask.rule
     if rule.is_trivial and problem.kv_len % tiles.resident == 0:
         _unrolled(jnp.int32(0), resident // tiles.unroll, tiles.unroll, full)
         if resident % tiles.unroll:
             _loop(jnp.int32(resident - resident % tiles.unroll), jnp.int32(resident), full)
-        return
-    at_edge = edge(rule, problem.q_len, tiles)
+        return resident
     r = schedule.Ranges(*(jnp.clip(x - first_tile, 0, resident) for x in ranges(problem, tiles, ids.i)))
-    if at_edge is None or not at_edge.alone:
-        if rule.left is not None or rule.chunk is not None:
-            _loop(r.begin, r.full_begin, masked)
-        times = divide(r.full_end - r.full_begin, tiles.unroll)
-        _unrolled(r.full_begin, times, tiles.unroll, full)
-        if tiles.unroll > 1:
-            _loop(r.full_begin + times * tiles.unroll, r.full_end, full)
-    if at_edge is None:
+    if rule.left is not None or rule.chunk is not None:
+        _loop(r.begin, r.full_begin, masked)
+    times = divide(r.full_end - r.full_begin, tiles.unroll)
+    _unrolled(r.full_begin, times, tiles.unroll, full)
+    if tiles.unroll > 1:
+        _loop(r.full_begin + times * tiles.unroll, r.full_end, full)
+    if not but_edge:
         _loop(r.full_end, r.end, masked)
-        return
-    size = tiles.block_q // tiles.pieces
-    for n, width in enumerate(at_edge.widths):
-        start = r.full_end * tiles.block_kv
-        if at_edge.alone:
-            lo, _ = rule(jnp.minimum(jnp.asarray(ids.i, jnp.int32) * tiles.block_q + n * size, problem.q_len - 1))
-            start = jnp.minimum(divide(lo, tiles.lanes) * tiles.lanes, tiles.resident - width)
-        if width:
-            step(start, width, slice(n * size, (n + 1) * size), True)
+    return r.full_end
 
 
 def _loop(begin, end, body) -> None:

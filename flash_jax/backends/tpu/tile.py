@@ -50,7 +50,7 @@ class Tile:
         self, problem: Problem, tiles: Tiles, refs: Arrays, ids: Ids, first_tile, start, width: int, rows: slice, *, keys_first: bool
     ):
         self.problem, self.tiles, self.refs, self.ids, self.keys_first = problem, tiles, refs, ids, keys_first
-        self.rows, self.num_keys = rows, width
+        self.rows, self.num_keys, self.start, self.first_tile = rows, width, start, first_tile
         self.first_key = first_tile * tiles.block_kv + start
         self.slice = pl.ds(pl.multiple_of(start, tiles.lanes), width)
 
@@ -110,21 +110,35 @@ class Tile:
         """See `flash_jax.logits.logits`."""
         return logits(qk, self.scale, self.problem.logits_soft_cap, self.bias)
 
-    def visible(self, masked: bool) -> Array | None:
-        """Booleans of the tile's shape; None: all of it. A bias of -inf hides too."""
-        terms = self._mask() if masked else []
+    def hide(self, s: Array, cuts: plan.Cuts) -> tuple[Array, bool]:
+        """Scores that are -inf where hidden, and whether any may be. A bias of -inf hides too."""
+        axis, parts = 0 if self.keys_first else 1, []
+        for cut in cuts:
+            part = self if len(cuts) == 1 else self._keys(cut.begin, cut.end)
+            terms = part._mask(cut)
+            scores = lax.slice_in_dim(s, cut.begin, cut.end, axis=axis)
+            if terms:
+                scores = jnp.where(jnp.broadcast_to(functools.reduce(jnp.logical_and, terms), part.shape), scores, -jnp.inf)
+            parts.append((scores, bool(terms)))
+        scores, hidden = zip(*parts, strict=True)
+        return (scores[0] if len(cuts) == 1 else jnp.concatenate(scores, axis)), any(hidden)
+
+    def _keys(self, begin: int, end: int) -> "Tile":
+        start, width = self.start + begin, end - begin
+        return Tile(self.problem, self.tiles, self.refs, self.ids, self.first_tile, start, width, self.rows, keys_first=self.keys_first)
+
+    def _mask(self, cut: plan.Cut) -> list[Array]:
+        spec, refs, terms = self.problem.mask, self.refs, []
         if self.bias is not None:
             terms.append(self.bias != -jnp.inf)
-        if not terms:
-            return None
-        return jnp.broadcast_to(functools.reduce(jnp.logical_and, terms), self.shape)
-
-    def _mask(self) -> list[Array]:
-        spec, refs = self.problem.mask, self.refs
-        kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule(self.q_ids)
-        terms = [self.kv_ids < kv_hi]
-        if spec.rule is None or spec.rule.left is not None or spec.rule.chunk is not None:
-            terms.append(self.kv_ids >= kv_lo)
+        if cut.lower or cut.upper:
+            kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule(self.q_ids)
+            if cut.upper:
+                terms.append(self.kv_ids < kv_hi)
+            if cut.lower and (spec.rule is None or spec.rule.left is not None or spec.rule.chunk is not None):
+                terms.append(self.kv_ids >= kv_lo)
+        if not cut.others:
+            return terms
         if spec.has_labels:
             terms.append(self._row(refs.q_labels) == self._key(refs.kv_labels))
         terms += [self._both(ref) != 0 for ref in refs.dense]
@@ -178,26 +192,3 @@ class Tile:
         row_keys = lax.bitcast_convert_type(self._row(self.refs.row_keys), jnp.uint32)
         kept = dropout.keep(row_keys, self.kv_ids, self.problem.dropout_rate)
         return jnp.where(kept, x * (1 / (1 - self.problem.dropout_rate)), 0)
-
-    def _hides(self, of_keys: bool) -> bool:
-        """Whether there may be keys that no row sees, or rows that see no key."""
-        problem = self.problem
-        return problem.bias_shape is not None or not plan.is_static(problem) or plan.unseen(problem.mask.rule, problem.q_len)[of_keys]
-
-    def used_keys(self, s: Array, visible: Array | None) -> Array | None:
-        """Booleans `[width, 1]`: keys that a row of the tile sees, from scores that are -inf where hidden; None: all of them."""
-        if visible is None or not self._hides(of_keys=True):
-            return None
-        used = s.max(1 if self.keys_first else 0, keepdims=True)
-        return (used if self.keys_first else across(used)) > -jnp.inf
-
-    def used_rows(self, visible: Array | None) -> Array | None:
-        """Booleans `[rows, 1]`: rows that see a key, here or elsewhere, from the pivot of the backward; None: all of them."""
-        if visible is None or not self._hides(of_keys=False):
-            return None
-        return across(self.refs.pivot[:, self.rows]) < jnp.inf
-
-
-def clean(x: Array, used: Array | None) -> Array:
-    """Zero what is not used: what padding holds must not meet 0 * NaN. `x` is `[width | rows, dim]`."""
-    return x if used is None else jnp.where(used, x.astype(jnp.float32), 0).astype(x.dtype)
