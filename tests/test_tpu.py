@@ -1,6 +1,7 @@
 """The TPU kernels, interpreted: numbers, schedule, padding, races, and what is declined."""
 
 import dataclasses
+import functools
 import importlib
 
 import jax
@@ -10,10 +11,12 @@ import pytest
 from cases import BY_NAME, CASES
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from oracle import value_and_gradients
 from test_implementations import check
+from tolerance import close
 from tpu_support import DEVICE, SLICED, WHOLE, attention, interpreted
 
-from flash_jax import Mask, api, schedule
+from flash_jax import Mask, api, flash_attention, schedule
 from flash_jax.backends import functions, tpu
 from flash_jax.backends.base import Device
 from flash_jax.backends.tpu import launch, plan
@@ -267,6 +270,21 @@ def test_a_value_that_is_seen_and_not_finite_is_not_hidden(kernels):
         rest = np.ones(got.shape[1], bool)
         rest[25:50] = False
         np.testing.assert_array_equal(got[0, rest], expected[0, rest])
+
+
+def test_steps_without_a_table_look_at_labels_and_the_gradient_of_a_bias_at_the_table(kernels):
+    random = jax.random.split(jax.random.key(0), 6)
+    query, key, value, dout = (jax.random.normal(r, (1, 128, 1, 16)) for r in random[:4])
+    bias, labels = jax.random.normal(random[4], (1, 1, 128, 128)), jnp.sort(jax.random.randint(random[5], (1, 128), 0, 4))
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "local_window_size": (31, 0)}
+    arguments |= {"q_segment_ids": labels, "kv_segment_ids": labels}
+    tiles = Tiles(64, 32, 128, pieces=2)
+    at_edge = plan.edge_of(api.prepare(**arguments).problem, tiles)
+    assert (at_edge.alone, at_edge.turn) == (True, 1)
+    dlse = jnp.ones((1, 128, 1))
+    got = value_and_gradients(attention(tpu.Config(tiles, tiles, 2**26), None), arguments, dout, dlse)
+    xla = functools.partial(flash_attention, implementation="xla", return_residual=True)
+    close(got, value_and_gradients(xla, arguments, dout, dlse))
 
 
 def test_lowers_for_tpu_without_one():
