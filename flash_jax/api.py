@@ -89,7 +89,7 @@ def flash_attention(
       q_offset: key position of query row 0, for decoding, chunks and bottom-right alignment; an int, or integers `[*batch]`.
       logits_soft_cap: `cap * tanh(s / cap)` on the scaled scores, before bias and mask.
       sinks: `[heads]`, one further logit a head that takes probability and gives no value; neither scaled nor capped; part of
-        lse; has a gradient.
+        lse; has a gradient. -inf: none for that head.
       dropout_rate: probability of dropping a weight, in [0, 1); kept ones are multiplied by `1 / (1 - rate)`.
       dropout_key: PRNG key, typed or raw; needed when the rate is not 0. Which weights drop is a function of (key, batch entry,
         head, i + q_offset, j) alone, the same for every implementation; `dropout_mask` writes it out. Inside `shard_map` fold
@@ -345,7 +345,8 @@ def _sinks(sinks, num_heads: int) -> Array | None:
 
 def _with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """One further logit a head in the denominator, with `value` 0: plain arithmetic on `(out, lse)`."""
-    total = jnp.logaddexp(lse, sinks.astype(lse.dtype))
-    empty = lse == -jnp.inf
+    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    empty, nothing = lse == -jnp.inf, (lse == -jnp.inf) & (sinks == -jnp.inf)
+    total = jnp.where(nothing, -jnp.inf, jnp.logaddexp(lse, jnp.where(nothing, 0, sinks)))
     share = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, lse) - jnp.where(empty, 0, total)))
-    return (out * share[..., None]).astype(out.dtype), total
+    return (out.astype(share.dtype) * share[..., None]).astype(out.dtype), total

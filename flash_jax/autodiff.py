@@ -253,7 +253,13 @@ def _lower(function):
 def _primitive(name: str, function, abstract, differentiate, per_leaf_results: bool, axes=None) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(lambda *args, call: primitive.bind(*args, call=call), static_argnames="call"))
+    compiled = jax.jit(lambda *args, call: primitive.bind(*args, call=call), static_argnames="call")
+
+    def run(*args, call: Call):
+        with jax.disable_jit(False):  # as JAX's own primitives, which are compiled one by one where jit is disabled
+            return compiled(*args, call=call)
+
+    primitive.def_impl(run)
     if axes is not None:
         prim_requires_devices_during_lowering.add(primitive)  # as `custom_partitioning` does, which is met only while lowering
     primitive.def_abstract_eval(abstract)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_jax.problem import as_array, fold_batch, static_int
-from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, interval
+from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, evaluate, interval
 
 Array = jax.Array
 
@@ -472,5 +472,8 @@ def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ..
     out = jax.tree.leaves(out)
     if len(out) != 1 or out[0].shape != () or out[0].dtype != jnp.bool_:
         raise TypeError(f"Mask.from_function: the function must return one boolean scalar for scalar indices, got {out}.")
-    captured = [jnp.asarray(c)[None] for c in closed.consts]
-    return MaskFunction(closed.jaxpr, term.per + ("captured",) * len(captured)), (*arrays, *captured)
+    captured = [jnp.asarray(c) for c in closed.consts]
+    types = [*[index] * 4, *scalars, *(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in captured)]
+    given = len(types) - len(captured)
+    as_arguments = jax.make_jaxpr(lambda *x: evaluate(closed.jaxpr, (*x[given:], *x[:given])))(*types).jaxpr
+    return MaskFunction(as_arguments, term.per + ("captured",) * len(captured)), (*arrays, *(c[None] for c in captured))

@@ -87,9 +87,7 @@ class MaskFunction:
         return used or "head" in self.kinds
 
     def __call__(self, batch, head, q_id, kv_id, *operands):
-        num_captured = self.kinds.count("captured")
-        captured, rest = operands[len(operands) - num_captured :], operands[: len(operands) - num_captured]
-        (visible,) = evaluate(self.jaxpr, (*captured, batch, head, q_id, kv_id, *rest))
+        (visible,) = evaluate(self.jaxpr, (batch, head, q_id, kv_id, *operands))
         return visible
 
 
@@ -104,12 +102,14 @@ def called(equation) -> ClosedJaxpr | None:
 
 def bind(equation, inputs: Sequence) -> Sequence:
     """The results of one equation."""
+    if equation.primitive.name == "pvary":  # how values vary is a matter of where the function is evaluated, not of where it was traced
+        return inputs
     results = equation.primitive.bind(*vary_alike(inputs), **equation.primitive.get_bind_params(equation.params))
     return results if equation.primitive.multiple_results else [results]
 
 
 def evaluate(jaxpr, values: Sequence, bind: Callable[[Any, Sequence], Sequence] = bind) -> list:
-    """A function on captured arrays and arguments, equation by equation; called functions are looked into."""
+    """A function on its constants and arguments, equation by equation; called functions are looked into."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
     number = lambda v: np.asarray(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     read = lambda v: number(v) if isinstance(v, Literal) else known[v]

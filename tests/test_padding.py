@@ -83,3 +83,20 @@ def test_nan_in_a_bias_that_is_seen_is_no_mask():
     out = np.asarray(flash_attention(**(ARRAYS | {"bias": bias}), implementation="xla", block_sizes=(4, 4)))
     assert np.isnan(out[0, 3, 1]).all()
     assert np.isnan(out).sum() == D
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    """Empty rows of that head have nothing at all: out 0, lse -inf, and no gradient."""
+    args = (ARRAYS["query"], ARRAYS["key"], ARRAYS["value"])
+    run = lambda *a, sinks: flash_attention(*a, key_value_seq_lengths=np.array([5, 0]), sinks=sinks, return_residual=True)
+
+    def loss(*a, sinks=None):
+        out, lse = run(*a, sinks=sinks)
+        return (out * DOUT).sum() + jnp.where(jnp.isfinite(lse), lse * DLSE, 0).sum(), (out, lse)
+
+    without, aux = jax.grad(loss, (0, 1, 2), has_aux=True)(*args)
+    *gradients, dsinks = jax.grad(lambda *a: loss(*a[:3], sinks=a[3])[0], (0, 1, 2, 3))(*args, jnp.full(HEADS, -jnp.inf))
+    np.testing.assert_array_equal(dsinks, np.zeros(HEADS))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), tuple(gradients), without)
+    got = run(*args, sinks=jnp.full(HEADS, -jnp.inf))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, aux)

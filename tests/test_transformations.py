@@ -203,6 +203,17 @@ def test_shard_map_second_derivatives_under_a_mask_function():
     close(push(mapped), push(f), 1e-4)
 
 
+def test_shard_map_with_a_mask_function_over_a_captured_array():
+    """What the function closes over varies over the mesh; its rows and keys, while it is traced, do not."""
+    args, labels = qkv(40), jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 40)))
+    f = lambda q, k, v, labels: attention(q, k, v, mask=Mask.from_function(lambda b, h, i, j: labels[b, i] + 1 >= labels[b, j]))
+    mapped = jax.shard_map(f, mesh=_mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    both = lambda f: jax.jit(lambda *a: (f(*a, labels), gradients(lambda *a: f(*a, labels), *a)))(*args)
+    close(both(mapped), both(f))
+    push = lambda f: jax.jit(jax.jvp, static_argnums=0)(jax.grad(lambda q: (f(q, *args[1:], labels) ** 2).sum()), args[:1], args[1:2])[1]
+    close(push(mapped), push(f), 1e-4)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
 def test_mesh_with_explicit_axes(spec):
     """Shardings are part of the types: the result is sharded as the query is, and vmap folds its axis beside the sharded one."""
@@ -334,6 +345,22 @@ def test_one_compilation_for_all_lengths():
     for n in range(3):
         f(jnp.array([n, 24 - n]), jnp.full((2, 24), n))
     assert count == 1
+
+
+def test_without_jit():
+    args = qkv(24)
+    f = lambda q, k, v: attention(q, k, v, is_causal=True)
+    expected = f(*args), gradients(f, *args)
+    with jax.disable_jit():
+        close((f(*args), gradients(f, *args)), expected)
+
+
+def test_no_tracer_outlives_its_trace():
+    """Nor do arrays that a mask function closes over live on in what JAX keeps of a call."""
+    q, k, v = qkv(24)
+    f = jax.jit(lambda labels: attention(q, k, v, mask=Mask.from_function(lambda b, h, i, j: labels[i] == labels[j])))
+    with jax.checking_leaks():
+        f(jnp.arange(24) // 5)
 
 
 def test_repeats_bitwise():

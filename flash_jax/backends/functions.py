@@ -39,24 +39,24 @@ def split(function: MaskFunction) -> Split:
     if _why_not(function) is None:
         return Split(function, (), ())
     jaxpr = function.jaxpr
-    num_operands = len(jaxpr.invars) - 4
+    kinds = tuple(kind for kind in function.kinds if kind != "captured")
+    arguments = jaxpr.invars[: 4 + len(kinds)]
     reads = dict(zip(jaxpr.invars[:4], (frozenset(), frozenset("h"), frozenset("q"), frozenset("k")), strict=True))
-    reads |= {v: _READS[kind] for v, kind in zip(jaxpr.invars[4:], function.kinds[:num_operands], strict=True)}
-    reads |= dict.fromkeys(jaxpr.constvars, frozenset())
+    reads |= {v: _READS[kind] for v, kind in zip(jaxpr.invars[4:], function.kinds, strict=True)}
     inside, outside = [], []
     for equation in jaxpr.eqns:
         of_equation = frozenset().union(*(reads[v] for v in equation.invars if not isinstance(v, Literal)))
         reads |= dict.fromkeys(equation.outvars, of_equation)
         (outside if of_equation in _KIND_OF else inside).append(equation)
-    given = {*jaxpr.invars, *(v for equation in inside for v in equation.outvars)}
+    given = {*arguments, *(v for equation in inside for v in equation.outvars)}
     needed = [v for equation in inside for v in equation.invars if not isinstance(v, Literal)] + [
         v for v in jaxpr.outvars if not isinstance(v, Literal)
     ]
     missing = tuple(dict.fromkeys(v for v in needed if v not in given))
-    kinds = tuple(_KIND_OF[reads[v]] for v in missing)
-    kernel = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *missing], eqns=inside)
+    new_kinds = tuple(_KIND_OF[reads[v]] for v in missing)
+    kernel = jaxpr.replace(invars=[*arguments, *missing], eqns=inside)
     computing = lambda v: MaskFunction(jaxpr.replace(outvars=[v], eqns=outside), function.kinds)
-    return Split(MaskFunction(kernel, function.kinds[:num_operands] + kinds), tuple(map(computing, missing)), kinds)
+    return Split(MaskFunction(kernel, kinds + new_kinds), tuple(map(computing, missing)), new_kinds)
 
 
 def why_not(function: MaskFunction) -> str | None:
