@@ -173,7 +173,7 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
     _check_flag("broadcast_dropout", broadcast_dropout)
     sizes = tuple(static_int("shape", n) for n in shape) if isinstance(shape, Sequence) else ()
     if len(sizes) < 3 or min(sizes) < 0 or max(sizes) > masks.LONGEST:
-        raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), got {shape}.")
+        raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), each from 0 to 2**29, got {shape}.")
     *batch, num_heads, q_len, kv_len = sizes
     rows = _dropout_row_keys(key, masks.Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
     kept = dropout.keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
@@ -346,7 +346,8 @@ def _sinks(sinks, num_heads: int) -> Array | None:
 def _with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """One further logit a head in the denominator, with `value` 0: plain arithmetic on `(out, lse)`."""
     sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
-    empty, nothing = lse == -jnp.inf, (lse == -jnp.inf) & (sinks == -jnp.inf)
+    empty = lse == -jnp.inf
+    nothing = empty & (sinks == -jnp.inf)
     total = jnp.where(nothing, -jnp.inf, jnp.logaddexp(lse, jnp.where(nothing, 0, sinks)))
     share = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, lse) - jnp.where(empty, 0, total)))
     return (out.astype(share.dtype) * share[..., None]).astype(out.dtype), total

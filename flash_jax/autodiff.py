@@ -188,7 +188,7 @@ class _Fold:
         return x.sum(1, keepdims=True, dtype=x.dtype) if sum_batch else x
 
 
-def _fold_rule(primitive: Primitive, per_leaf_results: bool):
+def _fold_rule(primitive: Primitive, gives_gradients: bool):
     def rule(args, axes, *, call: Call):
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         num_leaves, positions = call.tree.num_leaves, call.positions()
@@ -206,7 +206,7 @@ def _fold_rule(primitive: Primitive, per_leaf_results: bool):
         else:
             results = bind(*folded)
         shared = [False] * len(results)
-        if per_leaf_results:  # a gradient has its operand's own shape: sum over the batch where that had a leading 1
+        if gives_gradients:  # a gradient has its operand's own shape: sum over the batch where that had a leading 1
             operands = [(args[positions[name]], axes[positions[name]]) for name in call.wanted]
             shared = [x.shape[1 if axis == 0 else 0] == 1 for x, axis in operands]
         return [fold.undo(x, s) for x, s in zip(results, shared, strict=True)], [0] * len(results)
@@ -215,7 +215,7 @@ def _fold_rule(primitive: Primitive, per_leaf_results: bool):
 
 
 # --------------------------------------------------------------------------------------------------------- registration
-def _by_device(primitive: Primitive, function, axes):
+def _by_device(primitive: Primitive, function, axes, gives_gradients: bool):
     """`function`, divided over devices where XLA cannot do that itself; `axes(call)`: of the arguments after the leaves, and of results."""
 
     def by_device(*args, call: Call):
@@ -224,8 +224,7 @@ def _by_device(primitive: Primitive, function, axes):
         more, results = axes(call)
         leaves = call.operands(args[: call.tree.num_leaves])
         local = lambda *args, problem: primitive.bind(*args, call=dataclasses.replace(call, problem=problem, is_local=True))
-        gradients = function is _attend_vjp
-        return partition.divided(local, call.problem, partition.axes_of(leaves) + more, results, gradients)(*args)
+        return partition.divided(local, call.problem, partition.axes_of(leaves) + more, results, gives_gradients)(*args)
 
     return by_device
 
@@ -250,7 +249,7 @@ def _lower(function):
     return rule
 
 
-def _primitive(name: str, function, abstract, differentiate, per_leaf_results: bool, axes=None) -> Primitive:
+def _primitive(name: str, function, abstract, differentiate, gives_gradients: bool, axes=None) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     compiled = jax.jit(lambda *args, call: primitive.bind(*args, call=call), static_argnames="call")
@@ -263,9 +262,9 @@ def _primitive(name: str, function, abstract, differentiate, per_leaf_results: b
     if axes is not None:
         prim_requires_devices_during_lowering.add(primitive)  # as `custom_partitioning` does, which is met only while lowering
     primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, _lower(function if axes is None else _by_device(primitive, function, axes)))
+    mlir.register_lowering(primitive, _lower(function if axes is None else _by_device(primitive, function, axes, gives_gradients)))
     ad.primitive_jvps[primitive] = differentiate
-    batching.primitive_batchers[primitive] = _fold_rule(primitive, per_leaf_results)
+    batching.primitive_batchers[primitive] = _fold_rule(primitive, gives_gradients)
     return primitive
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax.problem import as_array, fold_batch, static_int
+from flash_jax.problem import as_array, as_integers, fold_batch, static_int
 from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, evaluate, interval
 
 Array = jax.Array
@@ -417,7 +417,7 @@ def _positions(name: str, array, shape: Shape) -> Array:
     if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
         array = np.asarray(array)  # jnp.asarray would drop the high half of an int64
         array = np.minimum(array, min(LONGEST, np.iinfo(array.dtype).max)).astype(np.int64).clip(-LONGEST)
-    array = _integers(name, array)
+    array = as_integers(name, array)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)
     least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -LONGEST
@@ -427,14 +427,7 @@ def _positions(name: str, array, shape: Shape) -> Array:
 def _labels(name: str, ids, shape: Shape, length: int) -> Array:
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and np.any(ids != ids.astype(np.int32)):
         raise ValueError(f"{name} must fit in int32, got {ids.min()} to {ids.max()}. Number the segments anew.")
-    return collapse_batch(name, _integers(name, ids), shape, (length,)).astype(jnp.int32)
-
-
-def _integers(name: str, array) -> Array:
-    array = as_array(name, array)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {array.dtype}.")
-    return array
+    return collapse_batch(name, as_integers(name, ids), shape, (length,)).astype(jnp.int32)
 
 
 def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dtype=jnp.bool_, broadcast=(True,) * 4) -> Array:

@@ -103,6 +103,14 @@ def as_array(name: str, x) -> Array:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from None
 
 
+def as_integers(name: str, x) -> Array:
+    """`as_array` of any integer dtype."""
+    x = as_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {x.dtype}.")
+    return x
+
+
 def fold_batch(x: Array, count: int) -> Array:
     """The first `count` axes as one, divided over a mesh with explicit axes by all that divides them."""
     shape, sharding = (math.prod(x.shape[:count]), *x.shape[count:]), jax.typeof(x).sharding

@@ -98,7 +98,7 @@ def interval_kinds(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int, kv_l
     h = Hull(*(x[..., None] for x in hull(kv_lo, kv_hi, block_q)))
     some = (h.lo_min < first + block_kv) & (h.hi_max > first) & (h.lo_min < h.hi_max)
     every = (h.lo_max <= first) & (h.hi_min >= first + block_kv)
-    return _kinds(some, every)
+    return classify(some, every)
 
 
 def label_kinds(q_labels: Array, kv_labels: Array, block_q: int, block_kv: int) -> Array:
@@ -108,7 +108,7 @@ def label_kinds(q_labels: Array, kv_labels: Array, block_q: int, block_kv: int) 
     k_min, k_max = _tiles(kv_labels, block_kv, high).min(-1), _tiles(kv_labels, block_kv, low).max(-1)
     k_min, k_max = k_min[..., None, :], k_max[..., None, :]
     some = (q_min <= k_max) & (k_min <= q_max)
-    return _kinds(some, (q_min == q_max) & (k_min == k_max) & (q_min == k_min))
+    return classify(some, (q_min == q_max) & (k_min == k_max) & (q_min == k_min))
 
 
 def dense_kinds(visible: Array, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Array:
@@ -121,7 +121,7 @@ def dense_kinds(visible: Array, block_q: int, block_kv: int, q_len: int, kv_len:
             x = jnp.swapaxes(operation(_tiles(jnp.swapaxes(x, -1, -2), block_q, fill), axis=-1), -1, -2)
         return jnp.broadcast_to(x, (*x.shape[:-2], num_tiles(q_len, block_q), num_tiles(kv_len, block_kv)))
 
-    return _kinds(reduce(visible, jnp.any, False), reduce(visible, jnp.all, True))
+    return classify(reduce(visible, jnp.any, False), reduce(visible, jnp.all, True))
 
 
 def block_kinds(blocks: Array, block_sizes: tuple[int, int], block_q: int, block_kv: int, q_len: int, kv_len: int) -> Array:
@@ -138,10 +138,11 @@ def block_kinds(blocks: Array, block_sizes: tuple[int, int], block_q: int, block
     (q0, q1), (k0, k1) = span(q_len, block_q, block_sizes[0]), span(kv_len, block_kv, block_sizes[1])
     at = lambda rows, columns: counts[..., rows[:, None], columns]
     visible = at(q1, k1) - at(q0, k1) - at(q1, k0) + at(q0, k0)
-    return _kinds(visible > 0, visible == ((q1 - q0)[:, None] * (k1 - k0)))
+    return classify(visible > 0, visible == ((q1 - q0)[:, None] * (k1 - k0)))
 
 
-def _kinds(some: Array, every: Array) -> Array:
+def classify(some: Array, every: Array) -> Array:
+    """int8 kinds of tiles, from whether some score of each is visible, and whether every one is."""
     return jnp.where(some, jnp.where(every, FULL, PARTIAL), EMPTY).astype(jnp.int8)
 
 

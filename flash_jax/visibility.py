@@ -71,7 +71,7 @@ def interval(rule: RowRule, q_ids, offset, prefix):
 
 @dataclasses.dataclass(frozen=True)
 class MaskFunction:
-    """A scalar predicate `evaluate(batch, head, q_id, kv_id, *operands)` with its captured arrays made operands.
+    """A scalar predicate of `(batch, head, q_id, kv_id, *operands)` with its captured arrays made operands.
 
     `kinds[n]` lays out operand `n`: one of `OPERAND_KINDS`, or `"captured"` for an array read whole.
     """
@@ -82,9 +82,16 @@ class MaskFunction:
     @property
     def reads_head(self) -> bool:
         """Whether the result can differ by head."""
-        head = self.jaxpr.invars[1]
-        used = any(head is v for eqn in self.jaxpr.eqns for v in eqn.invars) or head in self.jaxpr.outvars
-        return used or "head" in self.kinds
+        return self._uses(1) or "head" in self.kinds
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether the result can differ by batch entry though the operands do not."""
+        return self._uses(0)
+
+    def _uses(self, n: int) -> bool:
+        index = self.jaxpr.invars[n]  # an int32, so never the result itself
+        return any(index is v for equation in self.jaxpr.eqns for v in equation.invars)
 
     def __call__(self, batch, head, q_id, kv_id, *operands):
         (visible,) = evaluate(self.jaxpr, (batch, head, q_id, kv_id, *operands))
@@ -232,8 +239,8 @@ def by_function(function: MaskFunction, batch: Array, head: Array, q_ids: Array,
     shared = [operand.shape[0] == 1 and batch.shape[0] != 1 for operand in operands]
     operands = tuple(operand[0] if one else operand for operand, one in zip(operands, shared, strict=True))
     per_batch = [None if one else 0 for one in shared]
-    evaluate = jax.vmap(function, (None, None, None, 0, *axes("key")))
-    evaluate = jax.vmap(evaluate, (None, None, 0, None, *axes("query")))
-    evaluate = jax.vmap(evaluate, (None, 0, None, None, *axes("head")))
-    evaluate = jax.vmap(evaluate, (0, None, None, None, *per_batch))
-    return evaluate(batch, head, q_ids, kv_ids, *operands)
+    on_tile = jax.vmap(function, (None, None, None, 0, *axes("key")))
+    on_tile = jax.vmap(on_tile, (None, None, 0, None, *axes("query")))
+    on_tile = jax.vmap(on_tile, (None, 0, None, None, *axes("head")))
+    on_tile = jax.vmap(on_tile, (0, None, None, None, *per_batch))
+    return on_tile(batch, head, q_ids, kv_ids, *operands)

@@ -41,5 +41,4 @@ def expected(name):
 @given(st.sampled_from(list(OPTIONS)), st.integers(1, Q_LEN + 3), st.integers(1, KV_LEN + 3))
 def test_any_tiles_give_the_same(name, block_q, block_kv):
     attention = functools.partial(flash_attention, return_residual=True, implementation="xla", block_sizes=(block_q, block_kv))
-    finite = lambda tree: {n: np.where(np.isneginf(x), 0, x) for n, x in tree.items()}
-    close(finite(results(attention, name)), finite(expected(name)))
+    close(results(attention, name), expected(name))

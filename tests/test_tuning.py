@@ -76,6 +76,7 @@ def test_the_kernel_takes_what_was_found_where_it_suits():
         table.store(H200.kind, KEY, dataclasses.asdict(unsuited), "here")
         assert launch.default_config(problem(), H200) == unsuited
         assert launch.default_config(blocks, H200) == launch.default_config(blocks, Device("gpu", ""))
+        assert launch.why_config(blocks, H200) == "those measured on NVIDIA H200 do not suit this mask: here"
 
 
 @pytest.mark.usefixtures("folders")

@@ -126,7 +126,7 @@ def _in_processes(arguments: list[str], o) -> Iterator[dict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if one of our own results was refused."""
+    """Run the command; 1 if one of our own results was refused, or a row has none."""
     options = parser()
     o = options.parse_args(arguments)
     if o.command == "compare":

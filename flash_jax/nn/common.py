@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flash_jax.api import flash_attention
 from flash_jax.dropout import check_rate
 from flash_jax.mask import Mask
-from flash_jax.problem import as_array, static_float
+from flash_jax.problem import as_integers, static_float
 
 Array = jax.Array
 
@@ -153,9 +153,7 @@ def _matmul_precision(precision) -> contextlib.AbstractContextManager:
 
 def _positions(positions, batch: tuple[int, ...], length: int) -> Array:
     """Integers `[length]` or `[*batch, length]`, each batch axis full or 1."""
-    positions = as_array("positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions must hold integers, got {positions.dtype}.")
+    positions = as_integers("positions", positions)
     *lead, last = positions.shape or (0,)
     fits = last == length and len(lead) in (0, len(batch)) and all(n in (1, m) for n, m in zip(lead, batch, strict=False))
     if not fits:

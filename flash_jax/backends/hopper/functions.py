@@ -53,8 +53,7 @@ def _everywhere(problem: Problem, operands: Operands, n: int, q_pad: int, kv_pad
     """Function n on all scores, booleans `[1 | batch, 1 | num_heads, q_pad, kv_pad]`: to be reduced at once, not to be kept."""
     function, arrays = problem.mask.functions[n], operands.mask.functions[n]
     batch_ids = operands.mask.batch_ids
-    reads_batch = any(function.jaxpr.invars[0] is v for equation in function.jaxpr.eqns for v in equation.invars)
-    if not reads_batch and all(x.shape[0] == 1 for x in arrays):
+    if not function.reads_batch and all(x.shape[0] == 1 for x in arrays):
         batch_ids = batch_ids[:1]
     ids = [jnp.arange(n, dtype=jnp.int32) for n in (problem.num_heads if function.reads_head else 1, q_pad, kv_pad)]
     padded = as_words(function, arrays, {"query": q_pad, "key": kv_pad})
@@ -69,7 +68,7 @@ def kinds(problem: Problem, operands: Operands, n: int, block_q: int, block_kv: 
     count = seen.reshape(*seen.shape[:2], tiles[0], block_q, tiles[1], block_kv).sum((3, 5), dtype=jnp.int32)
     inside = lambda length, block, number: np.minimum(block, length - np.arange(number) * block)
     scores = inside(problem.q_len, block_q, tiles[0])[:, None] * inside(problem.kv_len, block_kv, tiles[1])
-    return jnp.where(count == 0, schedule.EMPTY, jnp.where(count == scores, schedule.FULL, schedule.PARTIAL)).astype(jnp.int8)
+    return schedule.classify(count > 0, count == scores)
 
 
 def seen_keys(problem: Problem, operands: Operands, n: int) -> Array:

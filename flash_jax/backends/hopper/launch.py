@@ -21,6 +21,9 @@ Array = jax.Array
 
 MULTIPROCESSORS = 132  # of H100 SXM and H200: blocks of the persistent grid; on a card with fewer, some run after others
 _HEAD_DIMS = (64, 128, 192, 256)
+# From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
+# compute warpgroups) do not spill.
+_LINKER_IGNORES_REGISTERS = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 
 
 def head_dims(problem: Problem) -> tuple[int, int]:
@@ -54,17 +57,14 @@ def _choice(problem: Problem, device: Device) -> tuple[Config, str]:
     choices = [] if found is None else [(Config(**found[0]), f"measured on {device.kind}: {found[1]}")]
     if functions:
         why = "what fits the registers that a mask function leaves"
+    elif found is not None:
+        why = f"those measured on {device.kind} do not suit this mask: {found[1]}"
     elif _LINKER_IGNORES_REGISTERS:
         why = f"no spills where JAX {jax.__version__} ignores setmaxnreg"
     else:
         why = f"not measured on {device.kind} for these head dims; python -m flash_jax.tuning.search does it"
     choices += [(config, why) for config in _untuned(head_dim, v_head_dim, functions)]
     return next(choice for choice in choices if _suits(choice[0], problem))
-
-
-# From 0.12 on, JAX compiles through a linker that ignores setmaxnreg: there only tiles that fit 168 registers (128 with three
-# compute warpgroups) do not spill.
-_LINKER_IGNORES_REGISTERS = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 
 
 def _untuned(head_dim: int, v_head_dim: int, wants_registers: bool) -> list[Config]:

@@ -182,8 +182,7 @@ class Slot:
         of_functions = (self._function_kinds(n) for n in range(len(a.functions)))
         lengths, tiles = (problem.q_len, problem.kv_len), (self.config.block_q, self.config.block_kv)
         kinds = visibility.tile_kinds(problem.mask, operands, lengths, tiles, of_functions)
-        empty, full = (kinds == schedule.EMPTY).all((0, 1)), (kinds == schedule.FULL).all((0, 1))
-        return jnp.where(empty, schedule.EMPTY, jnp.where(full, schedule.FULL, schedule.PARTIAL))
+        return schedule.classify((kinds != schedule.EMPTY).any((0, 1)), (kinds == schedule.FULL).all((0, 1)))
 
     def _function_kinds(self, n: int) -> Array:
         """Tile by tile, O(tiles) memory."""
@@ -192,7 +191,7 @@ class Slot:
         def kind(i, j):
             inside = (self.kv_ids(j) < problem.kv_len)[:, None, None] & (self.q_ids(i) < problem.q_len)
             seen = self.by_function(n, i, j)
-            return jnp.where(jnp.any(seen & inside), jnp.where(jnp.all(seen | ~inside), schedule.FULL, schedule.PARTIAL), schedule.EMPTY)
+            return schedule.classify(jnp.any(seen & inside), jnp.all(seen | ~inside))
 
         tiles = lambda length, block: jnp.arange(schedule.num_tiles(length, block), dtype=jnp.int32)
         kv_tiles = tiles(problem.kv_len, config.block_kv)
