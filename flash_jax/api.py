@@ -132,7 +132,7 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     """What `flash_attention` would do with these arguments, without computing anything.
 
     Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, checks them alike, and returns the implementation
-    chosen, its tiles, and for each other implementation the reason why it does not run. `print` it.
+    chosen, its tiles and why these, and for each other implementation the reason why it does not run. `print` it.
     """
     inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
     _check_flag("return_residual", return_residual)

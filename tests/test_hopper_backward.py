@@ -13,14 +13,16 @@ from oracle import in_float64, reference_attention, unfused
 from tolerance import assert_as_exact_as_unfused
 
 from flash_jax import api
-from flash_jax.backends.hopper import backward, turns
+from flash_jax.backends import hopper
+from flash_jax.backends.base import Device
+from flash_jax.backends.hopper import backward, launch, turns
 
 
 def gradients(arguments, dout, dlse, wanted):
     """By the kernels, from out and lse of the reference in float32."""
     request = api.prepare(**arguments)
     problem = request.problem
-    assert backward.declines(problem) is None
+    assert launch.declines(problem) is backward.declines(problem) is None
     wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
     out, lse = reference_attention(**wide)
     args = (out.astype(problem.dtype), lse, dout.astype(problem.dtype), dlse)
@@ -152,6 +154,6 @@ def test_padding_of_nan_reaches_no_gradient(head_dim):
     ],
 )
 def test_declines(changes, sentence):
-    problem = api.prepare(*(jnp.zeros((1, 8, 1, 64), jnp.bfloat16) for _ in range(3))).problem
-    assert backward.declines(problem) is None
-    assert sentence in backward.declines(dataclasses.replace(problem, **changes))
+    problem, device = api.prepare(*(jnp.zeros((1, 8, 1, 64), jnp.bfloat16) for _ in range(3))).problem, Device("gpu", "NVIDIA H200")
+    assert hopper.why_not(problem, device) is None
+    assert sentence in hopper.why_not(dataclasses.replace(problem, **changes), device)

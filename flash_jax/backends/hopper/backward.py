@@ -20,11 +20,7 @@ _MAX_GRID = 65535  # of CUDA's second grid axis
 
 
 def declines(problem: Problem) -> str | None:
-    """The first reason why the backward cannot serve a problem, or None."""
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"query, key and value must be bfloat16 or float16 in the backward, got {problem.dtype}."
-    if max(problem.head_dim, problem.v_head_dim) > 256:
-        return f"head_dim and v_head_dim must be at most 256 in the backward, got {problem.head_dim} and {problem.v_head_dim}."
+    """Why the backward cannot serve a problem that the forward can (`launch.declines`), or None."""
     if problem.batch * problem.num_kv_heads > _MAX_GRID:
         return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
     return None
@@ -47,8 +43,6 @@ def backward(
     problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
-    if 0 in (problem.batch, problem.q_len, problem.kv_len):
-        return {name: jnp.zeros_like(getattr(operands, name)) for name in wanted}
     problem, operands = functions.hoist(problem, operands)
     gradients = {"bias": _dbias(problem, operands, out, lse, dout, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
