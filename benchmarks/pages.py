@@ -20,7 +20,7 @@ from paper import table
 
 from flash_jax import Mask, io_model
 from flash_jax.bench import report
-from flash_jax.bench.measure import PHASES
+from flash_jax.bench.measure import PHASES, geometric_mean
 from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import BLOCK, Row
 
@@ -178,6 +178,20 @@ def curves(results: dict) -> str:
     return table(["attention", "seed", "first loss", "mean of the last 30"], ends) + "\n\n" + text
 
 
+PEERS = {"jax.nn:cudnn": "cuDNN through `jax.nn`", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4's kernels"}
+
+
+def speed(results: dict) -> str:
+    """Ratios to each peer: the geometric mean over the rows, and the lowest."""
+    ours = [record["sides"]["flash_jax"] for record in results["rows"]]
+    peers = list(dict.fromkeys(peer for side in ours for peer in side["forward"]["over"]))
+    lines = []
+    for phase in PHASES:
+        by_peer = [[side[phase]["over"][peer]["ratio"] for side in ours if peer in side[phase]["over"]] for peer in peers]
+        lines.append([phase, *(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" for ratios in by_peer)])
+    return table(["", *(f"over {PEERS.get(peer, peer)}" for peer in peers)], lines)
+
+
 # ------------------------------------------------------------------------------------------------------------------ pages
 def results_page(files: dict[str, dict]) -> str:
     """docs/results.md."""
@@ -207,11 +221,12 @@ def pages() -> dict[pathlib.Path, str]:
     files = load()
     parts = paper.parts(files)
     parts["counters"] = counters.markdown(counters.table(*paper.counted(files)))
+    parts["speed"] = speed(files["h200_sweep"])
     docs = ROOT / "docs"
     written = {docs / "results.md": results_page(files)}
-    for name in ("io.md", "paper.md"):
+    for path in (docs / "io.md", docs / "paper.md", ROOT / "README.md"):
         part = lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n{match[3]}"
-        written[docs / name] = re.sub(r"(<!-- generated: (\S+) -->)\n.*?(<!-- end -->)", part, (docs / name).read_text(), flags=re.DOTALL)
+        written[path] = re.sub(r"(<!-- generated: (\S+) -->)\n.*?(<!-- end -->)", part, path.read_text(), flags=re.DOTALL)
     return written
 
 

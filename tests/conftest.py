@@ -55,13 +55,23 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if runs(item)]
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """The file that tuning tables name: which test passed, with which configuration of a kernel."""
-    if (path := config.getoption("--record")) is None:
-        return
-    from flash_jax.bench.timing import provenance
+class _Record:
+    """The file that tuning tables name: which test passed, with which configuration of a kernel. Written as each ends."""
 
-    reports = [report for kind in ("passed", "failed", "skipped", "error") for report in terminalreporter.stats.get(kind, [])]
-    tests = {report.nodeid: {"outcome": report.outcome, **dict(report.user_properties)} for report in reports}
-    command = " ".join(["python -m pytest", *(f"--{marker}" for marker in OPT_IN if config.getoption(f"--{marker}"))])
-    path.write_text(json.dumps({"provenance": provenance() | {"command": command}, "tests": dict(sorted(tests.items()))}, indent=1))
+    def __init__(self, path: Path, options):
+        from flash_jax.bench.timing import provenance
+
+        self.path, self.tests = path, {}
+        command = " ".join(["python -m pytest", *(f"--{marker}" for marker in OPT_IN if options(f"--{marker}"))])
+        self.where = provenance() | {"command": command}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.tests[report.nodeid] = {"outcome": report.outcome, **dict(report.user_properties)}
+            self.path.write_text(json.dumps({"provenance": self.where, "tests": dict(sorted(self.tests.items()))}, indent=1) + "\n")
+
+
+def pytest_sessionstart(session):
+    path = session.config.getoption("--record")
+    if path is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_Record(path, session.config.getoption))
