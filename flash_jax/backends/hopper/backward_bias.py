@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import KEYS, Inputs, ScoreTile, opaque_zero, shared
-from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
+from flash_jax.backends.hopper.backward_tile import KEYS, Inputs, ScoreTile, opaque_zero
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY, num_tiles
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout
 from flash_jax.backends.hopper import blocks, functions, pipeline
-from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared
 from flash_jax.logits import dscores, logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
@@ -72,11 +72,6 @@ class Inputs(NamedTuple):
     batch_ids: Any = None
     blocks: Any = None
     turns: Any = None
-
-
-def shared(ref, axis: int, index):
-    """The index on an axis, or 0 where the axis is 1."""
-    return 0 if ref.shape[axis] == 1 else index
 
 
 def grid(problem: Problem, inputs: Inputs, block_kv: int) -> tuple[tuple[int, ...], tuple[str, ...]]:

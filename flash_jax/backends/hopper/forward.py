@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout, softmax
 from flash_jax.backends.hopper import blocks, clean, functions, pipeline
-from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, swizzled
+from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.logits import logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
@@ -131,24 +131,20 @@ class Masked(NamedTuple):
     clears: bool
 
 
-def _shared(ref, axis: int, index):
-    return 0 if ref.shape[axis] == 1 else index
-
-
 class _Rows:
     """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
 
     def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start):
         self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
-        rows = lambda ref: None if ref is None else self._load(ref.at[_shared(ref, 0, tile.b), self._rows()], ROWS)
+        rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
         self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
         self.row_keys = None
         if g.row_keys is not None:
-            ref = g.row_keys.at[_shared(g.row_keys, 0, tile.b), _shared(g.row_keys, 1, tile.head), self._rows()]
+            ref = g.row_keys.at[shared(g.row_keys, 0, tile.b), shared(g.row_keys, 1, tile.head), self._rows()]
             self.row_keys = self._load(ref, ROWS)
         plain = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale > 0
         self.factor = problem.scale * LOG2E if plain else None  # of raw products, folded into the exponential
-        self.scale = problem.scale if g.scale is None else g.scale[_shared(g.scale, 0, tile.b)]
+        self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
 
     def _rows(self):
         return pl.ds(self.q_start, WARPGROUP_ROWS)
@@ -168,7 +164,7 @@ class _Rows:
 
     def _elements(self, ref, kv_start):
         """A tile of `[1 | batch, 1 | heads, 1 | q_pad, 1 | kv_pad]` in global memory."""
-        ref = ref.at[_shared(ref, 0, self.tile.b), _shared(ref, 1, self.tile.head)]
+        ref = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
         keys = pl.ds(kv_start, self.config.block_kv)
         one_row, one_key = ref.shape[0] == 1, ref.shape[1] == 1
         if one_row and one_key:
@@ -183,7 +179,7 @@ class _Rows:
         keys = pl.ds(kv_start, self.config.block_kv)
 
         def read(kind, ref):
-            ref = ref.at[_shared(ref, 0, self.tile.b)]
+            ref = ref.at[shared(ref, 0, self.tile.b)]
             match kind:
                 case "query":
                     return self.column(self._load(ref.at[self._rows()], ROWS))
@@ -196,7 +192,7 @@ class _Rows:
 
         q_ids = self.column(self._row_ids())
         kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (self.config.block_kv,), 0, layout=COLUMNS) + kv_start)
-        batch = self.g.batch_ids[_shared(self.g.batch_ids, 0, self.tile.b)]
+        batch = self.g.batch_ids[shared(self.g.batch_ids, 0, self.tile.b)]
         operands = map(read, function.kinds, refs)
         return functions.evaluate(function, q_ids.shape, batch, self.tile.head, q_ids, kv_ids, *operands)
 
@@ -222,7 +218,7 @@ class _Rows:
         for ref in self.g.dense:
             s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
         for n, ref in (self.g.blocks or {}).items():
-            words = ref.at[_shared(ref, 0, self.tile.b), _shared(ref, 1, self.tile.head)]
+            words = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
             row = lax.div(self._row_ids(), jnp.int32(self.problem.mask.block_sizes[n][0]))
             row = jnp.minimum(row, words.shape[0] - 1)  # of rows past the end
             s = blocks.keep_blocks(s, words, row, lax.div(kv_start, jnp.int32(blocks.WORD)))
@@ -295,7 +291,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         def kv_tile_of(tile: Tile, step):
             if g.lists is None:
                 return tile.first - step
-            return g.lists[_shared(g.lists, 0, tile.b), _shared(g.lists, 1, tile.head), tile.q_tile, tile.first + step]
+            return g.lists[shared(g.lists, 0, tile.b), shared(g.lists, 1, tile.head), tile.q_tile, tile.first + step]
 
         def slot_of(count):
             return lax.rem(count, jnp.int32(stages))
@@ -321,7 +317,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(g.value.at[at], v_s.at[slot], v_full.at[slot])
                     if has_labels:
-                        labels = g.kv_labels.at[_shared(g.kv_labels, 0, tile.b), keys]
+                        labels = g.kv_labels.at[shared(g.kv_labels, 0, tile.b), keys]
                         plgpu.copy_gmem_to_smem(labels, labels_s.at[slot], v_full.at[slot])
                     return count + 1
 

@@ -29,6 +29,11 @@ def swizzled(shape: tuple[int, ...], dtype, swizzle: int = 128):
     return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(dtype, swizzle))
 
 
+def shared(ref, axis: int, index):
+    """The index on an axis, or 0 where the axis is 1."""
+    return 0 if ref.shape[axis] == 1 else index
+
+
 def constant(n: int):
     """An int32 of a kernel."""
     i32 = ir.IntegerType.get_signless(32)
