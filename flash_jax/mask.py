@@ -106,10 +106,18 @@ class Mask:
 
     terms: tuple
 
+    __array_ufunc__ = None  # NumPy leaves `array & mask` to `__rand__`
+
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise TypeError(
+                f"a Mask is joined with a Mask, got {type(other).__name__}. A boolean array goes to mask= beside the other words of the "
+                "call, or becomes Mask.from_blocks(array, 1, 1)."
+            )
         return Mask(self.terms + other.terms)
+
+    def __rand__(self, other) -> "Mask":
+        return self & other
 
     @staticmethod
     def causal() -> "Mask":
@@ -438,14 +446,17 @@ def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dty
     want = (*shape.batch, *trailing)
     if not shape.batch and array.ndim == 4 and array.shape[0] == 1:  # jax.nn: inputs without a batch axis count as a batch of one
         array = array[0]
+    refusal = f"{name} must broadcast to {list(want)}, got {list(array.shape)}."
     if array.ndim > len(want):
-        raise ValueError(f"{name} must broadcast to {list(want)}, got {list(array.shape)}.")
+        raise ValueError(refusal)
+    if shape.batch and array.ndim == len(want) - 1:
+        refusal += " Axes are aligned at the right: batch entries without heads need an axis for them, as in x[:, None]."
     full = (1,) * (len(want) - array.ndim) + array.shape
     lead = len(shape.batch)
     for axis, (n, m) in enumerate(zip(full, want, strict=True)):
         may_be_one = axis < lead or broadcast[axis - lead + 1]
         if n != m and not (n == 1 and may_be_one):
-            raise ValueError(f"{name} must broadcast to {list(want)}, got {list(array.shape)}.")
+            raise ValueError(refusal)
     array = array.reshape(full)
     if all(n == 1 for n in full[:lead]):
         return array.reshape(1, *full[lead:])

@@ -82,6 +82,7 @@ BAD = {
     "bias text": ({"bias": "alibi"}, TypeError, "bias must be an array, got str"),
     "mask integer": ({"mask": zeros(Q_LEN, KV_LEN, dtype="int32")}, TypeError, r"mask must be boolean \(True = visible\), got int32"),
     "mask float": ({"mask": zeros(Q_LEN, KV_LEN)}, TypeError, "mask must be boolean .*got float32. Additive masks go to bias"),
+    "mask without heads": ({"mask": zeros(B, Q_LEN, KV_LEN, dtype=bool)}, ValueError, rf"mask must broadcast to {SHAPE}, .*x\[:, None\]"),
     "mask shape": ({"mask": zeros(B, 1, KV_LEN, Q_LEN, dtype=bool)}, ValueError, rf"mask must broadcast to {SHAPE}, got \[2, 1, 7, 6\]"),
     "mask text": ({"mask": "causal"}, TypeError, "mask must be an array, got str"),
     # numbers

@@ -291,8 +291,13 @@ def test_mask_structure_says_what_is_static():
     assert [x.shape for x in jax.tree.leaves(mask)] == [(2,)]
     assert jax.tree.structure(mask) == jax.tree.structure(jax.tree.map(lambda x: x + 1, mask))
     assert jax.tree.structure(mask) != jax.tree.structure(Mask.causal() & Mask.sliding_window(2, None) & Mask.chunked(4) & Mask.prefix(0))
-    with pytest.raises(TypeError, match="unsupported operand"):
-        mask & jnp.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 2), bool), jnp.ones((2, 2), bool)], ids=["numpy", "jax"])
+def test_a_mask_is_joined_with_a_mask_only(array):
+    for join in (lambda mask: mask & array, lambda mask: array & mask):
+        with pytest.raises(TypeError, match=r"joined with a Mask, got \w+. A boolean array goes to mask="):
+            join(Mask.causal())
 
 
 # ------------------------------------------------------------------------------------------------ segment ids
