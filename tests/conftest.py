@@ -39,7 +39,10 @@ def pytest_configure(config):
 def pytest_report_header(config):
     import jax  # not before pytest_configure
 
-    return f"jax {jax.__version__} on {len(jax.devices())} x {jax.devices()[0].device_kind}"
+    where = f"jax {jax.__version__} on {len(jax.devices())} x {jax.devices()[0].device_kind}"
+    if config.getoption("--device") and jax.default_backend() == "cpu":
+        where += "; no kernel runs here: what is tested is xla"
+    return where
 
 
 def pytest_collection_modifyitems(config, items):
