@@ -29,6 +29,14 @@ def test_pages_are_what_the_results_files_say():
         assert path.read_text() == text, f"{path.name} is not up to date: run python benchmarks/pages.py"
 
 
+def test_the_readmes_figures_of_cpus():
+    sides = {record["row"]: record["sides"] for record in json.loads((BENCHMARKS / "results" / "cpu.json").read_text())["rows"]}
+    both = lambda side: side["forward"]["median"] + side["backward"]["median"]
+    ratio = lambda n: both((row := sides[f"b1_n{n}_h8_d64_float32_causal"])["jax.nn"]) / both(row["flash_jax"])
+    sentence = f"{ratio(2048):.1f} times as fast as `jax.nn` at length 2048 and {ratio(8192):.1f} times at 8192"
+    assert sentence in (BENCHMARKS.parent / "README.md").read_text()
+
+
 def timed(median, peers):
     over = {peer: {"ratio": ratio, "p10": ratio - 0.01, "p90": ratio + 0.01} for peer, ratio in peers.items()}
     return {"median": median, "p10": median, "p90": median, "tflops": 1.0, "memory": 10, "kernels": None, "over": over, "seconds": [median]}

@@ -1,7 +1,7 @@
 """Which block of threads does which tiles: a list for each multiprocessor, made before the kernel runs.
 
 The grid is persistent: one block a multiprocessor, which walks its list. Lists are dealt out longest first, each tile to the
-multiprocessor that is free first, inside sections of heads whose keys and values fit the L2 cache together. Where the tiles of rows are
+multiprocessor that is free first, inside sections of heads whose keys and values fill half of the L2 cache. Where the tiles of rows are
 too few for the multiprocessors, the keys of a tile are split among several, whose results are merged.
 """
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SECTION_BYTES = 32 * 2**20  # of keys and values; half of the L2 cache
+_SECTION_BYTES = 32 * 2**20  # of keys and values; the cache keeps part of them, and smaller sections were no faster (docs/io.md)
 _TILE_COST = 1.5  # prologue and epilogue of a tile, in steps
 _MERGE_COST = 4.0  # of a launch that merges splits, in steps
 
