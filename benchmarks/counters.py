@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from flash_jax import io_model
 from flash_jax.bench import compiled
+from flash_jax.bench.measure import in_short
 from flash_jax.bench.presets import CHANNELS, DENSITIES, PRESETS, TOKENS
 from flash_jax.bench.rows import BLOCK, Row
 from flash_jax.bench.sides import SIDES
@@ -85,7 +86,7 @@ def run(seconds: float) -> None:
                 for call in calls.values():  # the first call of an executable does more
                     jax.block_until_ready((call(), mark(eight), flush(large)))
             except Exception as error:  # it may not fit
-                say("left out", row.name, name, f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300])
+                say("left out", row.name, name, in_short(error))
                 continue
             for phase, call in calls.items():
                 counted(call)

@@ -31,6 +31,7 @@ from paper import LABEL
 from train_gpt import ATTENTION, COLOR, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
 
 from flash_jax.bench import turns
+from flash_jax.bench.measure import in_short
 from flash_jax.bench.sides import PACKAGES, call_tokamax
 from flash_jax.bench.timing import provenance
 
@@ -104,11 +105,7 @@ def _compile(config: Config):
     try:
         return Training(config).compiled_step(_batch(config))
     except Exception as error:  # out of memory, mostly; whatever it is, it is a result
-        return _in_short(error)
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+        return in_short(error)
 
 
 def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> list[dict]:
@@ -134,7 +131,7 @@ def _race(variants: list[Config], steps: dict, carry, batch: np.ndarray) -> list
                 *carry, loss = steps[config](*carry, batch)
                 loss.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
-                row["outcome"] = _in_short(error)
+                row["outcome"] = in_short(error)
                 del taken[config]
                 carry = Training(config).begin(0)
     for _ in range(ROUNDS):

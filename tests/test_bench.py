@@ -126,6 +126,11 @@ def test_dropout_is_checked_with_its_own_bits():
         SIDES["jax.nn"](row)(arrays)
 
 
+def test_an_error_in_short():
+    assert measuring.in_short(ValueError("first\nsecond")) == "ValueError: first"
+    assert measuring.in_short(MemoryError()) == "MemoryError: "
+
+
 def test_decoding_has_no_backward():
     record = measuring.measure(compiled.start([Row(2, 1, 4, 16, 2, kv_len=64, dtype="float32")], {"flash_jax": SIDES["flash_jax"]})[0], 0.1)
     side = record["sides"]["flash_jax"]

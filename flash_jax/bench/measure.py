@@ -32,7 +32,7 @@ def measure(compiled: Compiled, seconds: float) -> dict:
             of_phases = executables.calls(arrays)
             side["errors"], reason = reference.check(executables.results(of_phases))
         except Exception as error:  # what a peer cannot do is a result, whatever it raises
-            side["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            side["refused"] = in_short(error)
             continue
         if reason is not None:
             side["refused"] = reason
@@ -59,6 +59,11 @@ def measure(compiled: Compiled, seconds: float) -> dict:
                 "seconds": taken,
             }
     return record
+
+
+def in_short(error: Exception) -> str:
+    """What a results file says of an error: its type and its first line."""
+    return f"{type(error).__name__}: {str(error).partition('\n')[0]}"[:300]
 
 
 def best_peer(record: dict, name: str, phase: str) -> tuple[str, dict] | None:

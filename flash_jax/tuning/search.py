@@ -23,6 +23,7 @@ import numpy as np
 from flash_jax import api
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
+from flash_jax.bench.measure import in_short
 from flash_jax.tuning import table
 
 KERNEL = "hopper forward"
@@ -117,7 +118,7 @@ def _runs(configs: list, shape: Shape, head_dim: int, v_head_dim: int, label: st
         try:
             compiled = compute.lower(operands).compile()
         except Exception as error:  # whatever the compiler refuses is no candidate
-            _say(f"\n{config}: {str(error).splitlines()[0][:100]}\n")
+            _say(f"\n{config}: {in_short(error)[:120]}\n")
             continue
         got = np.asarray(compiled(operands).astype(jnp.float32))
         if np.abs(got - expected).max() <= 16 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max():
