@@ -37,7 +37,7 @@ def with_gradients(function: Callable) -> Callable:
 
 
 def sides(lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
-    """Compiled calls, forward and backward: of all sequences padded to the longest, and of each one cut to its own length."""
+    """Compiled calls, forward and backward: of all sequences padded to the longest, of each one so padded, and cut to its own length."""
     number = jnp.asarray(lengths, jnp.int32)
     padded = jax.random.normal(jax.random.key(0), (3, len(lengths), max(lengths), HEADS, HEAD_DIM))
     separate = []
@@ -46,6 +46,9 @@ def sides(lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
         run = jax.jit(with_gradients(lambda q, k, v: flash_attention(q, k, v, is_causal=True))).lower(qkv).compile()
         separate.append((run, qkv))
     result: dict[str, Callable[[], object]] = {"separate": lambda: [run(qkv) for run, qkv in separate]}
+    one = jax.jit(with_gradients(attention)).lower(padded[:, :1], number[:1]).compile()
+    each = [(padded[:, n, None], number[n, None]) for n in range(len(lengths))]
+    result["separate, padded"] = lambda: [one(*arguments) for arguments in each]
     for name, function in (("batched", attention), ("vmap", jax.vmap(alone))):
         run = jax.jit(with_gradients(function)).lower(padded, number).compile()
         result[name] = lambda run=run: run(padded, number)
