@@ -14,12 +14,17 @@ def _axes(x) -> frozenset:
     return jax.typeof(x).mat.varying
 
 
+def _over(x: Array, axes: frozenset) -> Array:
+    """Varying over these axes too."""
+    return jax.lax.pcast(x, tuple(axes - _axes(x)), to="varying") if axes - _axes(x) else x
+
+
 def vary_alike(arrays: Sequence[Array]) -> list[Array]:
     """Every array varies over the mesh axes that any of them varies over."""
     union = frozenset().union(*map(_axes, arrays))
-    return [jax.lax.pcast(x, tuple(axes), to="varying") if (axes := union - _axes(x)) else x for x in arrays]
+    return [_over(x, union) for x in arrays]
 
 
 def varying_like(tree, x: Array):
     """Fresh arrays, the start of a loop's carry, as varying over the mesh as what the loop will add to them."""
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, tuple(axes), to="varying") if (axes := _axes(x) - _axes(leaf)) else leaf, tree)
+    return jax.tree.map(lambda leaf: _over(leaf, _axes(x)), tree)
