@@ -97,10 +97,11 @@ def _processor() -> str:
 
 
 def gpu() -> str | None:
-    """Driver, clocks and power limit of the first NVIDIA GPU, at this moment; None without one."""
+    """Driver, clocks and power limit of the first NVIDIA GPU that this process may see, at this moment; None without one."""
     fields = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     try:
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={first}"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
         return ", ".join(f"{name} {value.strip()}" for name, value in zip(fields.split(","), shown.split(","), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError):
