@@ -28,6 +28,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--device"):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes (-n) share the card
         return
     # Read when jax is imported, and inherited by the processes that tests start.
     os.environ["JAX_PLATFORMS"] = "cpu"
