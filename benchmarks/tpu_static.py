@@ -139,7 +139,7 @@ def ours(generation, heads, tiles=None):
         blocks = [None] * (mask in SPARSE)
         spec = MaskSpec(rule, has_labels=mask == "packed", block_sizes=((1024, 1024),) * len(blocks))
         problem = Problem(1, n, n, heads, heads, HEAD_DIM, HEAD_DIM, np.dtype(jnp.bfloat16), spec, HEAD_DIM**-0.5)
-        config = tpu.BACKEND.default_config(problem, device)
+        config = tpu.default_config(problem, device)
         if tiles:
             tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2], tiles[0] // tiles[3])
             config = tpu.Config(tiles, tiles, config.vmem)

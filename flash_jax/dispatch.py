@@ -100,8 +100,4 @@ def choose(problem: Problem, device: Device, implementation=None) -> tuple[Backe
     for name in NAMES:
         if name != chosen.name and name not in reasons:
             reasons[name] = _why_not(by_name[name], problem, device) or f"could run, but {chosen.name} comes first."
-    if chosen.why_config is not None:
-        why_config = chosen.why_config(problem, device)
-    else:
-        why_config = "the default" if problem.block_sizes is None else f"block_sizes={problem.block_sizes}"
-    return chosen, Explanation(chosen.name, chosen.default_config(problem, device), why_config, device, reasons)
+    return chosen, Explanation(chosen.name, *chosen.default_config(problem, device), device, reasons)

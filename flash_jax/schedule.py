@@ -6,10 +6,11 @@ conjunction of rules is empty where one is, full where all are); the transpose, 
 the transpose of the kinds. Rows past the end of a partial last tile never count; columns past it make the tile partial.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -21,12 +22,17 @@ def num_tiles(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def library(x) -> Any:
+    """NumPy for what is known before tracing, else `jax.numpy`, which outside of a trace would compile every operation by itself."""
+    return np if isinstance(x, np.ndarray) else jnp
+
+
 def _tiles(x: Array, block: int, fill) -> Array:
     """`[..., length]` -> `[..., num_tiles, block]`, the tail filled."""
     length = x.shape[-1]
     n = num_tiles(length, block)
     if n * block != length:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * block - length)], constant_values=fill)
+        x = library(x).pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * block - length)], constant_values=fill)
     return x.reshape(*x.shape[:-1], n, block)
 
 
@@ -45,13 +51,13 @@ class Hull(NamedTuple):
 
 def hull(kv_lo: Array, kv_hi: Array, block_q: int) -> Hull:
     """From bounds int32 `[..., q_len]`."""
-    far = jnp.int32(2**31 - 1)
+    far, xp = np.int32(2**31 - 1), library(kv_lo)
     seen = kv_lo < kv_hi
     return Hull(
-        lo_min=_tiles(jnp.where(seen, kv_lo, far), block_q, far).min(-1),
+        lo_min=_tiles(xp.where(seen, kv_lo, far), block_q, far).min(-1),
         lo_max=_tiles(kv_lo, block_q, 0).max(-1),
         hi_min=_tiles(kv_hi, block_q, far).min(-1),
-        hi_max=_tiles(jnp.where(seen, kv_hi, 0), block_q, 0).max(-1),
+        hi_max=_tiles(xp.where(seen, kv_hi, 0), block_q, 0).max(-1),
     )
 
 
@@ -69,11 +75,11 @@ class Ranges(NamedTuple):
 
 def interval_ranges(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int) -> Ranges:
     """Key tiles that each q tile visits, from bounds int32 `[..., q_len]` alone."""
-    h = hull(kv_lo, kv_hi, block_q)
-    begin = jnp.where(h.lo_min < h.hi_max, h.lo_min // block_kv, 0)
-    end = jnp.where(h.lo_min < h.hi_max, -(-h.hi_max // block_kv), 0)
-    full_begin = jnp.clip(-(-h.lo_max // block_kv), begin, end)
-    full_end = jnp.clip(h.hi_min // block_kv, full_begin, end)
+    h, xp = hull(kv_lo, kv_hi, block_q), library(kv_lo)
+    begin = xp.where(h.lo_min < h.hi_max, h.lo_min // block_kv, 0)
+    end = xp.where(h.lo_min < h.hi_max, -(-h.hi_max // block_kv), 0)
+    full_begin = xp.clip(-(-h.lo_max // block_kv), begin, end)
+    full_end = xp.clip(h.hi_min // block_kv, full_begin, end)
     return Ranges(begin, full_begin, full_end, end)
 
 
@@ -94,7 +100,7 @@ def ranges_of_kinds(kinds: Array) -> Ranges:
 
 def interval_kinds(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int, kv_len: int) -> Array:
     """int8 `[..., num_q_tiles, num_kv_tiles]` from bounds int32 `[..., q_len]`."""
-    first = jnp.arange(num_tiles(kv_len, block_kv), dtype=jnp.int32) * block_kv
+    first = np.arange(num_tiles(kv_len, block_kv), dtype=np.int32) * block_kv
     h = Hull(*(x[..., None] for x in hull(kv_lo, kv_hi, block_q)))
     some = (h.lo_min < first + block_kv) & (h.hi_max > first) & (h.lo_min < h.hi_max)
     every = (h.lo_max <= first) & (h.hi_min >= first + block_kv)
@@ -143,7 +149,8 @@ def block_kinds(blocks: Array, block_sizes: tuple[int, int], block_q: int, block
 
 def classify(some: Array, every: Array) -> Array:
     """int8 kinds of tiles, from whether some score of each is visible, and whether every one is."""
-    return jnp.where(some, jnp.where(every, FULL, PARTIAL), EMPTY).astype(jnp.int8)
+    xp = library(some)
+    return xp.where(some, xp.where(every, FULL, PARTIAL), EMPTY).astype(np.int8)
 
 
 class TileLists(NamedTuple):

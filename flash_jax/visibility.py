@@ -8,7 +8,6 @@ The functions at the end evaluate these at given rows and keys. Shapes broadcast
 line up against it; the reference evaluates one tile that spans everything, the implementations partial tiles.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,7 @@ OPERAND_KINDS = ("query", "key", "head", "scalar")
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """A static interval rule: `rule(q_ids) -> (kv_lo, kv_hi)`, elementwise int32, usable inside a kernel.
+    """A static interval rule: `rule(q_ids) -> (kv_lo, kv_hi)`, elementwise int32, usable inside a kernel; of NumPy rows NumPy bounds.
 
     With position `p = q_id + offset`: `kv_lo = max(0, p - left, chunk start)` and
     `kv_hi = min(kv_len, max(p + right + 1, prefix), chunk end)`, then clipped so that `0 <= kv_lo <= kv_hi <= kv_len`.
@@ -42,7 +41,7 @@ class RowRule:
     prefix: int | None = None
     chunk: int | None = None
 
-    def __call__(self, q_ids: Array) -> tuple[Array, Array]:
+    def __call__(self, q_ids) -> tuple[Any, Any]:
         return interval(self, q_ids, self.offset, self.prefix)
 
     @property
@@ -54,19 +53,20 @@ class RowRule:
 def interval(rule: RowRule, q_ids, offset, prefix):
     """`RowRule.__call__` with an offset and a prefix that may be arrays."""
     position = q_ids + offset
-    lo = jnp.zeros_like(position)
-    hi = jnp.full_like(position, rule.kv_len)
+    xp = schedule.library(position)
+    lo = xp.zeros_like(position)
+    hi = xp.full_like(position, rule.kv_len)
     if rule.left is not None:
-        lo = jnp.maximum(lo, position - rule.left)
+        lo = xp.maximum(lo, position - rule.left)
     if rule.right is not None:
         end = position + (rule.right + 1)
-        hi = jnp.minimum(hi, end if prefix is None else jnp.maximum(end, prefix))
+        hi = xp.minimum(hi, end if prefix is None else xp.maximum(end, prefix))
     if rule.chunk is not None:
-        size = jnp.int32(rule.chunk)
-        start = position - jax.lax.rem(jax.lax.rem(position, size) + size, size)  # the remainder of a negative position is positive
-        lo, hi = jnp.maximum(lo, start), jnp.minimum(hi, start + rule.chunk)
-    lo = jnp.minimum(lo, rule.kv_len)
-    return lo, jnp.maximum(hi, lo)
+        size, rem = xp.int32(rule.chunk), np.fmod if xp is np else jax.lax.rem
+        start = position - rem(rem(position, size) + size, size)  # the remainder of a negative position is positive
+        lo, hi = xp.maximum(lo, start), xp.minimum(hi, start + rule.chunk)
+    lo = xp.minimum(lo, rule.kv_len)
+    return lo, xp.maximum(hi, lo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +190,14 @@ def row_bounds(spec: MaskSpec, operands: MaskOperands, q_len: int) -> tuple[Arra
     return lo[None], hi[None]
 
 
+def static_bounds(spec: MaskSpec, q_len: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """`row_bounds` if they are known before tracing."""
+    if spec.rule is None:
+        return None
+    lo, hi = spec.rule(np.arange(q_len, dtype=np.int32))
+    return lo[None], hi[None]
+
+
 def tile_kinds(
     spec: MaskSpec, operands: MaskOperands, lengths: tuple[int, int], tiles: tuple[int, int], of_functions: Iterable[Array]
 ) -> Array:
@@ -199,9 +207,8 @@ def tile_kinds(
     in its own way.
     """
     one_head = lambda x: x[:, None]
-    with contextlib.nullcontext() if spec.rule is None else jax.ensure_compile_time_eval():
-        kv_lo, kv_hi = row_bounds(spec, operands, lengths[0])
-        terms = [schedule.interval_kinds(one_head(kv_lo), one_head(kv_hi), *tiles, lengths[1])]
+    kv_lo, kv_hi = static_bounds(spec, lengths[0]) or row_bounds(spec, operands, lengths[0])
+    terms = [jnp.asarray(schedule.interval_kinds(one_head(kv_lo), one_head(kv_hi), *tiles, lengths[1]))]
     if operands.q_labels is not None and operands.kv_labels is not None:
         terms.append(schedule.label_kinds(one_head(operands.q_labels), one_head(operands.kv_labels), *tiles))
     terms += [schedule.dense_kinds(x, *tiles, *lengths) for x in operands.dense]

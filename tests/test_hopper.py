@@ -53,7 +53,7 @@ def test_interpreted(name):
     problem, operands = request.problem, request.operands
     assert hopper.BACKEND.why_not(problem, H200) is None
     wanted = tuple(n for n in DIFFERENTIABLE if getattr(operands, n) is not None)
-    config = hopper.BACKEND.default_config(problem, H200)
+    config, _ = hopper.BACKEND.default_config(problem, H200)
 
     with interpreted():
         out, lse = jax.block_until_ready(jax.jit(lambda: hopper.BACKEND.forward(problem, config, operands))())
@@ -118,7 +118,7 @@ def test_what_stands_in_unseen_keys_reaches_nothing(name):
     request = api.prepare(*arrays, **POISONED[name])
     seen = np.asarray(reference.visible_scores(request.problem, request.operands)).any((1, 2))
     assert not seen.all()
-    config = hopper.BACKEND.default_config(request.problem, H200)
+    config, _ = hopper.BACKEND.default_config(request.problem, H200)
 
     @jax.jit
     def run(operands):
@@ -156,7 +156,7 @@ def test_forward_interpreted(name):
     request = api.prepare(**arguments)
     problem = request.problem
     assert launch.declines(problem) is None
-    config = hopper.BACKEND.default_config(problem, H200)
+    config, _ = hopper.BACKEND.default_config(problem, H200)
     with interpreted():
         out, lse = jax.jit(lambda: hopper.BACKEND.forward(problem, config, request.operands))()
     for part, x, dtype in (("out", out, problem.dtype), ("lse", lse, np.float32)):
@@ -215,7 +215,7 @@ SHORT_QUERIES = {
 def test_short_queries(name):
     arguments, _, _, unfused, expected = of_case(SHORT_QUERIES[name])
     request = api.prepare(**arguments)
-    config = hopper.BACKEND.default_config(request.problem, H200)
+    config, _ = hopper.BACKEND.default_config(request.problem, H200)
     assert config.warpgroups == 1
     with interpreted(multiprocessors=16), mock.patch.object(work, "splits", wraps=work.splits) as splits:
         out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, config, request.operands))()
@@ -250,7 +250,7 @@ def test_large_shapes_lower_without_being_allocated(name):
 
     def run(q, k, v):
         request = api.prepare(q, k, v, is_causal=bool(causal))
-        config = hopper.BACKEND.default_config(request.problem, H200)
+        config, _ = hopper.BACKEND.default_config(request.problem, H200)
         tables.append((request.problem, config))
         return launch.out_and_lse(request.problem, config, request.operands)
 
@@ -268,15 +268,22 @@ def test_large_shapes_lower_without_being_allocated(name):
 def test_lowers_for_a_gpu(head_dim):
     x = jax.ShapeDtypeStruct((1, 300, 4, head_dim), "bfloat16")
     problem = api.prepare(*(np.zeros(x.shape, x.dtype) for _ in range(3)), is_causal=True).problem
-    config = hopper.BACKEND.default_config(problem, H200)
+    config, _ = hopper.BACKEND.default_config(problem, H200)
 
     def run(q, k, v):
         operands = api.prepare(q, k, v, is_causal=True).operands
         out, lse = hopper.BACKEND.forward(problem, config, operands)
         return hopper.BACKEND.backward(problem, config, operands, out, lse, out, lse, ("query", "key", "value"))
 
-    text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    compiled_apart = []  # what is known before tracing is NumPy's: each operation of jax.numpy would be compiled, one after the other
+    listener = lambda event, _, **__: compiled_apart.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
     assert text.count("mosaic_gpu") >= 2
+    assert not compiled_apart
 
 
 def test_declines_name_what_came():

@@ -105,7 +105,11 @@ def test_any_monotone_bounds_are_sound(seed, lengths, tiles):
 def check_ranges(lo, hi, block_q, block_kv, kinds):
     """Ranges are ordered, and are runs of the kinds."""
     kinds = np.asarray(kinds)
-    begin, full_begin, full_end, end = (np.asarray(x)[..., None] for x in interval_ranges(lo, hi, block_q, block_kv))
+    ranges = interval_ranges(lo, hi, block_q, block_kv)
+    before_tracing = schedule.interval_ranges(np.asarray(lo), np.asarray(hi), block_q, block_kv)
+    assert all(type(x) is np.ndarray for x in before_tracing)
+    np.testing.assert_array_equal(ranges, before_tracing)
+    begin, full_begin, full_end, end = (np.asarray(x)[..., None] for x in ranges)
     assert ((begin >= 0) & (begin <= full_begin) & (full_begin <= full_end) & (full_end <= end) & (end <= kinds.shape[-1])).all()
     n = np.arange(kinds.shape[-1])
     np.testing.assert_array_equal((begin <= n) & (n < end), kinds != EMPTY)
@@ -118,6 +122,21 @@ def test_causal_tiles_written_out():
     np.testing.assert_array_equal(interval_kinds(lo, hi, 4, 4, 10), expected)
     ranges = interval_ranges(lo, hi, 4, 4)
     np.testing.assert_array_equal(ranges, [[0, 0, 0], [0, 0, 0], [0, 1, 2], [1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        visibility.RowRule(kv_len=13, offset=-4, right=0, chunk=5),
+        visibility.RowRule(kv_len=13, offset=3, left=2, right=1),
+        visibility.RowRule(kv_len=13, right=0, prefix=6),
+    ],
+    ids=str,
+)
+def test_numpy_rows_give_the_same_bounds_in_numpy(rule):
+    bounds = rule(np.arange(11, dtype=np.int32))
+    assert all(type(x) is np.ndarray and x.dtype == np.int32 for x in bounds)
+    np.testing.assert_array_equal(bounds, rule(jnp.arange(11, dtype=jnp.int32)))
 
 
 # --------------------------------------------------------------------------------------------------- predicates

@@ -65,25 +65,24 @@ def test_a_broken_table_is_named(folders):
 @pytest.mark.usefixtures("folders")
 def test_the_kernel_takes_what_was_found_where_it_suits():
     found = Config(2, 64, stages=3)
-    assert launch.default_config(problem(), H200) != found
+    assert launch.default_config(problem(), H200)[0] != found
     table.store(H200.kind, KEY, dataclasses.asdict(found), "here")
-    assert launch.default_config(problem(), H200) == found
-    assert launch.why_config(problem(), H200) == "measured on NVIDIA H200: here"
-    assert launch.default_config(problem(is_causal=True), H200) == found
+    measured = "measured on NVIDIA H200: here"
+    assert launch.default_config(problem(), H200) == launch.default_config(problem(is_causal=True), H200) == (found, measured)
     blocks = problem(mask=Mask.from_blocks(jnp.ones((2, 4, 4), bool), 128, 128))
-    assert launch.default_config(blocks, H200) == found
+    assert launch.default_config(blocks, H200)[0] == found
     for unsuited in (Config(2, 80, v_swizzle=32), Config(3, 64)):  # no whole words of a map; tiles with more rows than a block
         table.store(H200.kind, KEY, dataclasses.asdict(unsuited), "here")
-        assert launch.default_config(problem(), H200) == unsuited
-        assert launch.default_config(blocks, H200) == launch.default_config(blocks, Device("gpu", ""))
-        assert launch.why_config(blocks, H200) == "those measured on NVIDIA H200 do not suit this mask: here"
+        assert launch.default_config(problem(), H200) == (unsuited, measured)
+        untuned, _ = launch.default_config(blocks, Device("gpu", ""))
+        assert launch.default_config(blocks, H200) == (untuned, "those measured on NVIDIA H200 do not suit this mask: here")
 
 
 @pytest.mark.usefixtures("folders")
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_candidates_fit_and_hold_the_present_choice(head_dim):
     found = search.candidates(head_dim, head_dim)
-    assert launch.default_config(problem(head_dim), H200) in found
+    assert launch.default_config(problem(head_dim), H200)[0] in found
     for config in found:
         assert search.shared_memory(config, head_dim, head_dim) <= 227 * 1024
         assert config.registers[0] * config.warpgroups + config.registers[1] <= 512

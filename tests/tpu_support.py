@@ -26,7 +26,7 @@ def attention(config, interpret=interpreted, device=DEVICE):
         request = api.prepare(**arguments)
         reason = tpu.BACKEND.why_not(request.problem, device)
         assert reason is None, reason
-        tiles = config or tpu.BACKEND.default_config(request.problem, device)
+        tiles = config or tpu.default_config(request.problem, device)
         with interpret() if interpret else contextlib.nullcontext():
             out, lse = attend(request.problem, tpu.BACKEND, tiles, device, request.operands)
         if request.sinks is not None:

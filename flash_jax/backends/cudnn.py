@@ -6,7 +6,7 @@ float32 and differentiable; a bias of -inf hides a key; a window without an uppe
 
 import jax
 
-from flash_jax.backends.base import Backend, Device
+from flash_jax.backends.base import Backend, Device, by_one_rule
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -66,4 +66,4 @@ def attend(problem: Problem, operands: Operands) -> Array:
     )
 
 
-BACKEND = Backend("cudnn", why_not, default_config=lambda problem, device: None, whole=attend)
+BACKEND = Backend("cudnn", why_not, by_one_rule(lambda problem, device: None), whole=attend)

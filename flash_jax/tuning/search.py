@@ -159,7 +159,7 @@ def main() -> None:
         arrays = [jnp.zeros((1, 8, 1, head_dim), jnp.bfloat16)] * 3
         problem = api.prepare(*arrays).problem
         dims = launch.head_dims(problem)
-        present = launch.default_config(problem, Device(device.platform, device.device_kind))
+        present, _ = launch.default_config(problem, Device(device.platform, device.device_kind))
         configs = list(dict.fromkeys([present, *candidates(*dims)]))
         times = measure(configs, *dims, options.rounds)
         best = choose(times, present)

@@ -43,18 +43,11 @@ def _why_not_cuda(problem: Problem) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: Device) -> Any:
+def default_config(problem: Problem, device: Device) -> tuple[Any, str]:
     """See `launch.default_config`."""
     from flash_jax.backends.hopper import launch
 
     return launch.default_config(problem, device)
-
-
-def why_config(problem: Problem, device: Device) -> str:
-    """See `launch.why_config`."""
-    from flash_jax.backends.hopper import launch
-
-    return launch.why_config(problem, device)
 
 
 def _forward(problem: Problem, config: Any, operands: Operands) -> tuple[Array, Array]:
@@ -72,4 +65,4 @@ def _backward(
     return backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
 
-BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, why_config, is_partitioned=True)
+BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, is_partitioned=True)

@@ -6,6 +6,7 @@ key tile visits query tiles.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flash_jax import schedule
 from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, blocks, functions, turns
@@ -135,8 +136,9 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
         return inputs
     q_lo, q_hi = transposed_bounds(problem, operands, kv_pad)
     always = problem.mask.rule is not None and bool((q_hi >= problem.q_len).all())
-    q_hi = jnp.where(q_hi >= problem.q_len, q_pad, q_hi)  # rows past the end have pivot +inf: they need no mask
-    inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else q_hi)
+    xp = schedule.library(q_hi)
+    q_hi = xp.where(q_hi >= problem.q_len, np.int32(q_pad), q_hi)  # rows past the end have pivot +inf: they need no mask
+    inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
     if _may_have_empty_rows(problem):
         inputs = inputs._replace(empty_tiles=tiles_with(pad(empty, {2: q_pad}), block_q))
@@ -145,8 +147,8 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
         unseen = tiles_with(pad(~seen, {1: kv_pad}), block_kv)
         inputs = inputs._replace(seen=pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
     if problem.mask.is_interval:
-        ranges = schedule.interval_ranges(jnp.asarray(q_lo), q_hi, block_kv, block_q)
-        return inputs._replace(ranges=jnp.stack(ranges, axis=-1))
+        ranges = schedule.interval_ranges(q_lo, q_hi, block_kv, block_q)
+        return inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
     lists, kinds = _lists(problem, operands, block_q, block_kv)
     return inputs._replace(
         lists=lists,

@@ -23,11 +23,7 @@ def pad(x: Array, sizes: dict[int, int], fill=0) -> Array:
 
 def static_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
     """kv_lo, kv_hi `[1, q_len]` if they are known now."""
-    if problem.mask.rule is None:
-        return None
-    with jax.ensure_compile_time_eval():
-        lo, hi = problem.mask.rule(jnp.arange(problem.q_len, dtype=jnp.int32))
-        return np.asarray(lo)[None], np.asarray(hi)[None]
+    return visibility.static_bounds(problem.mask, problem.q_len)
 
 
 def transposed_bounds(problem: Problem, operands: Operands, length: int):
@@ -45,10 +41,10 @@ def transposed_bounds(problem: Problem, operands: Operands, length: int):
 
 def _seen_by_bounds(problem: Problem, operands: Operands):
     """Booleans `[1 | batch, kv_len]`: keys in the interval of some row; those of successive rows leave no gap. NumPy if known now."""
-    static = static_bounds(problem)
-    numpy, (lo, hi) = (jnp, row_bounds(problem.mask, operands.mask, problem.q_len)) if static is None else (np, static)
-    first = numpy.where(lo < hi, lo, problem.kv_len).min(1, keepdims=True)
-    last = numpy.where(lo < hi, hi, 0).max(1, keepdims=True)
+    lo, hi = static_bounds(problem) or row_bounds(problem.mask, operands.mask, problem.q_len)
+    xp = schedule.library(lo)
+    first = xp.where(lo < hi, lo, problem.kv_len).min(1, keepdims=True)
+    last = xp.where(lo < hi, hi, 0).max(1, keepdims=True)
     keys = np.arange(problem.kv_len, dtype=np.int32)
     return (first <= keys) & (keys < last)
 
@@ -97,8 +93,7 @@ def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndar
         seen = _seen_by_bounds(problem, operands)
         if isinstance(seen, np.ndarray) and seen.all():
             return None
-    numpy = np if isinstance(seen, np.ndarray) else jnp
-    seen = numpy.pad(seen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)], constant_values=True)
+    seen = schedule.library(seen).pad(seen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)], constant_values=True)
     return (~seen.reshape(-1, num_tiles, block_kv).all(-1)).astype(np.int32)
 
 

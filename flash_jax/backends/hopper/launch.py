@@ -34,20 +34,11 @@ def head_dims(problem: Problem) -> tuple[int, int]:
     return head_dim, 256 if head_dim == 256 else v_head_dim
 
 
-def default_config(problem: Problem, device: Device) -> Config:
-    """What `tuning.search` found on this kind of card (`tuning/tables` names the results), else tiles that live in the registers.
+def default_config(problem: Problem, device: Device) -> tuple[Config, str]:
+    """What `tuning.search` found on this kind of card (`tuning/tables` names the results), else tiles that live in the registers; and why.
 
     Short queries have tiles of their own, and so have mask functions, which want registers.
     """
-    return _choice(problem, device)[0]
-
-
-def why_config(problem: Problem, device: Device) -> str:
-    """See `backends.base.Backend.why_config`."""
-    return _choice(problem, device)[1]
-
-
-def _choice(problem: Problem, device: Device) -> tuple[Config, str]:
     head_dim, v_head_dim = head_dims(problem)
     if packing.num_rows(problem) <= WARPGROUP_ROWS:  # what counts is how many bytes are in flight
         block_kv, stages = {64: (128, 4), 128: (64, 5), 192: (64, 3), 256: (32, 4)}[head_dim]
@@ -188,8 +179,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) 
     unseen = unseen_tiles(problem, operands, block_kv)
     clears = unseen is not None
     if problem.mask.is_interval and static is not None:
-        with jax.ensure_compile_time_eval():
-            ranges = schedule.Ranges(*(np.asarray(x) for x in schedule.interval_ranges(*map(jnp.asarray, static), block_q, block_kv)))
+        ranges = schedule.interval_ranges(*static, block_q, block_kv)
         masks_tail = problem.kv_len % block_kv != 0
         some = masks_tail or not problem.mask.hides_nothing
         before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin

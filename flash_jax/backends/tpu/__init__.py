@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_jax.backends import functions
-from flash_jax.backends.base import Backend, Device
+from flash_jax.backends.base import Backend, Device, by_one_rule
 from flash_jax.backends.tpu import backward as _backward
 from flash_jax.backends.tpu import forward as _forward
 from flash_jax.backends.tpu.config import KNOWN_KINDS, LANES, Config, Tiles, default_config
@@ -74,4 +74,4 @@ def backward(
     return {name: x.astype(getattr(operands, name).dtype) for name, x in gradients.items()}
 
 
-BACKEND = Backend("tpu", why_not, default_config, forward, backward)
+BACKEND = Backend("tpu", why_not, by_one_rule(default_config), forward, backward)

@@ -8,7 +8,7 @@ a transposed left side runs at less than half the speed (measured: benchmarks/cp
 """
 
 from flash_jax import schedule
-from flash_jax.backends.base import Backend, Device
+from flash_jax.backends.base import Backend, Device, by_one_rule
 from flash_jax.backends.xla.layout import Config
 from flash_jax.backends.xla.passes import backward, forward, jvp
 from flash_jax.problem import Problem
@@ -35,4 +35,4 @@ def why_not(problem: Problem, device: Device) -> str | None:
     del problem, device
 
 
-BACKEND = Backend("xla", why_not, default_config, forward, backward)
+BACKEND = Backend("xla", why_not, by_one_rule(default_config), forward, backward)
