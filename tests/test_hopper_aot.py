@@ -103,3 +103,22 @@ def test_kernels_stay_in_registers(name, head_dim, tmp_path, monkeypatch):
     assert all(any(kind in kernel.name for kernel in found) for kind in expected), found
     assert not any(kernel.serialised for kernel in found), found
     assert sum(kernel.spilled for kernel in found) <= KNOWN.get((JAX, name, head_dim), 0), found
+
+
+def test_a_scan_over_layers_runs_each_kernel_once(monkeypatch):
+    """XLA of JAX 0.11 moved a copy of the forward kernel into the update that stacks its output for the backward."""
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: Device("gpu", "NVIDIA H200"))
+
+    def loss(x, weights):
+        def layer(x, weight):
+            query, key, value = ((x * w).reshape(1, 256, 4, 64) for w in weight)
+            out = flash_attention(query, key, value, is_causal=True, implementation="hopper")
+            return x + out.reshape(x.shape), None
+
+        return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    program = compile_for_h200(jax.grad(loss, argnums=1), shape(1, 256, 256), shape(4, 3, 256)).as_text()
+    calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
+    for kernel in ("flash_attention_forward", "flash_attention_backward"):
+        assert sum(kernel in line for line in calls) == 1, kernel

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SECTION_BYTES = 32 * 2**20  # of keys and values; the cache keeps part of them, and smaller sections were no faster (docs/io.md)
+_SECTION_BYTES = 32 * 2**20  # of keys and values; the cache keeps part of them, and smaller ones were no faster (docs/io.md)
 _TILE_COST = 1.5  # prologue and epilogue of a tile, in steps
 _MERGE_COST = 4.0  # of a launch that merges splits, in steps
 
@@ -44,7 +44,7 @@ def deal_by_data(
     """`b, head, tile`, int32 `[num_multiprocessors, longest]`, and the length of each list, where steps depend on data.
 
     steps: int `[1 | batch, 1 | num_heads, tiles of a head]`. Longest first, round after round, every other round in reverse. Only what
-    differs is sorted; heads that share steps share keys too, and come together.
+    differs is sorted. Of heads that share steps each list takes one after the other, so that all lists are at about the same head's keys.
     """
     own_batch, own_heads, tiles = steps.shape
     copies = batch * num_heads // (own_batch * own_heads)
@@ -54,8 +54,12 @@ def deal_by_data(
     whole = place[:, -1] < count
     backwards = (np.arange(rounds) % 2 == 1) & whole
     place = np.where(backwards[:, None], place[:, ::-1], place).T
+    first_round = place // copies * copies // num_multiprocessors  # of the places that share their steps
+    copy = (place - first_round * num_multiprocessors + first_round) % copies
+    by_copy = np.argsort(np.where(place < count, copy, copies), axis=1, kind="stable")
+    place, copy = (np.take_along_axis(x, by_copy, axis=1) for x in (place, copy))
     order = jnp.argsort(-steps.transpose(0, 2, 1).ravel()).astype(jnp.int32)
-    entry, copy = order[np.minimum(place, count - 1) // copies], place % copies
+    entry = order[np.minimum(place, count - 1) // copies]
     head = entry % own_heads if own_heads > 1 else jnp.asarray(copy % num_heads, jnp.int32)
     b = entry // (own_heads * tiles) if own_batch > 1 else jnp.asarray(copy // (num_heads // own_heads), jnp.int32)
     return b, head, entry // own_heads % tiles, (place < count).sum(1).astype(np.int32)
