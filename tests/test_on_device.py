@@ -30,11 +30,25 @@ def in_dtype(case, dtype):
     return dataclasses.replace(case, dtype=dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_kernel(case, dtype, record_property):
+USUAL = CASES[0].head_dim
+# Wider heads have configurations of their own: the whole list with each, in one dtype.
+SIZES = [*((dtype, USUAL) for dtype in ("bfloat16", "float16", "float32")), ("bfloat16", 128), ("bfloat16", 256)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "case"),
+    [
+        pytest.param(*size, case, id=f"{size[0]}-{case.name}-{size[1]}")
+        for size in SIZES
+        for case in CASES
+        if case.head_dim == USUAL or size[1] == USUAL
+    ],
+)
+def test_kernel(dtype, head_dim, case, record_property):
+    if case.head_dim == USUAL:
+        case = dataclasses.replace(case, head_dim=head_dim)
+    case = in_dtype(case, dtype)
     for name in kernels():
-        case = in_dtype(case, dtype)
         arguments, _, _ = case.build()
         attention = functools.partial(flash_attention, implementation=name, return_residual=True)
         reason = next(b for b in dispatch.BACKENDS if b.name == name).why_not(api.prepare(**arguments).problem, dispatch.current_device())
