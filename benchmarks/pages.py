@@ -7,6 +7,7 @@ A generated part of a page stands between `<!-- generated: NAME -->` and `<!-- e
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import re
@@ -169,6 +170,17 @@ def training(results: dict) -> str:
     return f"{origin(results)}, {results['provenance']['device']}.\n\n" + table(head, lines)
 
 
+def training_in_short(results: dict) -> str:
+    """Tokens a second over those of each peer, the range over the steps that fit."""
+    found: dict[str, list[float]] = {}
+    for _, of in itertools.groupby(results["rows"], key=lambda row: [row[part] for part in ("heads", "head_dim", "seq", "remat")]):
+        tokens = {row["attention"]: row["tokens_per_second"] for row in of if "seconds" in row}
+        for name in tokens.keys() - {"flash"}:
+            found.setdefault(name, []).append(tokens["flash"] / tokens[name])
+    lines = [f"{min(found[name]):.2f} to {max(found[name]):.2f} times those of {paper.LABEL[name]}" for name in sorted(found)]
+    return "Tokens a second of whole training steps, GPT-2 medium's size, 1024 to 16384 tokens: " + ", ".join(lines) + "."
+
+
 def curves(results: dict) -> str:
     """What the loss curves say."""
     ends = [[paper.LABEL[r["attention"]], r["seed"], f"{r['losses'][0]:.3f}", f"{np.mean(r['losses'][-30:]):.3f}"] for r in results["runs"]]
@@ -222,6 +234,7 @@ def pages() -> dict[pathlib.Path, str]:
     parts = paper.parts(files)
     parts["counters"] = counters.markdown(counters.table(*paper.counted(files)))
     parts["speed"] = speed(files["h200_sweep"])
+    parts["training"] = training_in_short(files["h200_training"])
     docs = ROOT / "docs"
     written = {docs / "results.md": results_page(files)}
     for path in (docs / "io.md", docs / "paper.md", ROOT / "README.md"):
