@@ -83,19 +83,28 @@ def interval_ranges(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int) -> 
     return Ranges(begin, full_begin, full_end, end)
 
 
-def ranges_of_kinds(kinds: Array) -> Ranges:
-    """The hull of the tiles that are not empty, from kinds `[..., num_kv_tiles]`; it may hold empty ones, which a mask then hides."""
+def ranges_of_kinds(kinds: Array) -> tuple[Ranges, Array]:
+    """The hull of the tiles that are not empty, from kinds `[..., num_kv_tiles]`, and how many these are.
+
+    The hull may hold empty ones, which a mask then hides.
+    """
     tiles = kinds.shape[-1]
     index = jnp.arange(tiles, dtype=jnp.int32)
-    first = lambda x: jnp.where(x, index, tiles).min(-1)
-    last = lambda x: jnp.where(x, index + 1, 0).max(-1)
+    first = lambda x: jnp.where(x, index, tiles)
+    last = lambda x: jnp.where(x, index + 1, 0)
     some, every = kinds != EMPTY, kinds == FULL
-    end = last(some)
-    begin = jnp.minimum(first(some), end)
-    full_begin, full_end = first(every), last(every)
-    in_one_piece = full_end - full_begin == every.sum(-1)
+    terms = first(some), last(some), first(every), last(every), some.astype(jnp.int32), every.astype(jnp.int32)
+    join = (jnp.minimum, jnp.maximum, jnp.minimum, jnp.maximum, jnp.add, jnp.add)
+    begin, end, full_begin, full_end, num_some, num_full = jax.lax.reduce(
+        terms,
+        tuple(map(jnp.int32, (tiles, 0, tiles, 0, 0, 0))),
+        lambda a, b: tuple(f(x, y) for f, x, y in zip(join, a, b, strict=True)),
+        (kinds.ndim - 1,),
+    )
+    begin = jnp.minimum(begin, end)
+    in_one_piece = full_end - full_begin == num_full
     full_begin = jnp.where(in_one_piece, full_begin, begin)
-    return Ranges(begin, full_begin, jnp.where(in_one_piece, full_end, full_begin), end)
+    return Ranges(begin, full_begin, jnp.where(in_one_piece, full_end, full_begin), end), num_some
 
 
 def interval_kinds(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int, kv_len: int) -> Array:

@@ -16,7 +16,8 @@ from tolerance import assert_as_exact_as_unfused
 from flash_jax import Mask, api, reference, schedule
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import functions, host, launch, work
+from flash_jax.backends.hopper import forward, functions, host, launch, work
+from flash_jax.backends.hopper.forward_tile import Config
 from flash_jax.problem import DIFFERENTIABLE
 
 H200 = Device("gpu", "NVIDIA H200")
@@ -189,6 +190,36 @@ def test_a_function_is_evaluated_on_a_tile():
     problem = api.prepare(ones, ones, ones, mask=Mask.from_function(visible, operand, per=("scalar",))).problem
     got = functions.evaluate(problem.mask.functions[0], row.shape, 0, 1, row, key, np.float32(0.5))
     np.testing.assert_array_equal(got, visible(0, 1, row, key, np.float32(0.5)))
+
+
+def bias_with_extremes(dtype):
+    """A row whose logits are all the lowest finite number, which weighs its keys alike, and one that sees nothing."""
+
+    def options(case, random):
+        bias = jax.numpy.asarray(random.standard_normal((1, case.num_heads, case.q_len, case.kv_len)), dtype)
+        return {"bias": bias.at[:, :, 3].set(jax.numpy.finfo(dtype).min).at[:, :, 4].set(-np.inf)}
+
+    return options
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_tiles_of_a_bias(dtype):
+    """Through shared memory, which the wider dtype shares with what leaves."""
+    sizes = {"q_len": 70, "kv_len": 270, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
+    arguments, _, _, unfused, expected = of_case(Case("bias", bias_with_extremes(dtype), batch=(1,), **sizes))
+    request = api.prepare(**arguments)
+    config = Config(2, 128)
+    with interpreted(), mock.patch.object(forward, "_with_room_for_bias", wraps=forward._with_room_for_bias) as room:
+        out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, config, request.operands))()
+        roomy = forward._with_room_for_bias(*room.call_args.args)
+    assert roomy == dataclasses.replace(config, separate_out=dtype == "bfloat16")
+    lse = np.asarray(lse)
+    assert (lse[:, 4] == -np.inf).all()
+    assert np.isfinite(lse[:, 3]).all()
+    assert_as_exact_as_unfused("out", np.asarray(out.astype(np.float32)), unfused["out"], expected["out"], request.problem.dtype)
+    in_range = lambda x: np.delete(x, 3, axis=1)  # in base 2 the lse of row 3 is beyond float32, and cut off there
+    assert_as_exact_as_unfused("lse", in_range(lse), in_range(unfused["lse"]), in_range(expected["lse"]), np.float32)
 
 
 DECODING = {"q_len": 1, "kv_len": 1100, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}

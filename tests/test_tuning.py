@@ -9,8 +9,8 @@ import pytest
 
 from flash_jax import Mask, api
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import launch
-from flash_jax.backends.hopper.forward import Config
+from flash_jax.backends.hopper import forward, launch
+from flash_jax.backends.hopper.forward_tile import Config
 from flash_jax.tuning import search, table
 
 H200 = Device("gpu", "NVIDIA H200")
@@ -84,14 +84,14 @@ def test_candidates_fit_and_hold_the_present_choice(head_dim):
     found = search.candidates(head_dim, head_dim)
     assert launch.default_config(problem(head_dim), H200)[0] in found
     for config in found:
-        assert search.shared_memory(config, head_dim, head_dim) <= 227 * 1024
+        assert forward.shared_memory(config, head_dim, head_dim) <= 227 * 1024
         assert config.registers[0] * config.warpgroups + config.registers[1] <= 512
         assert 2 * config.block_kv % config.v_swizzle == 0
 
 
 def test_shared_memory_counts_every_buffer():
-    assert search.shared_memory(Config(2, 128), 128, 128) == 2 * (128 * 128 * 2 + 2 * 128 * 128 * 2)  # Q, out; two tiles of K, of V
-    assert search.shared_memory(Config(2, 64, separate_out=False), 256, 256) == 2 * (128 * 256 + 2 * 64 * 256 * 2)
+    assert forward.shared_memory(Config(2, 128), 128, 128) == 2 * (128 * 128 * 2 + 2 * 128 * 128 * 2)  # Q, out; two tiles of K, of V
+    assert forward.shared_memory(Config(2, 64, separate_out=False), 256, 256) == 2 * (128 * 256 + 2 * 64 * 256 * 2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_packaged_entry_names_the_results_that_it_comes_from(path):
     assert entries
     for key, entry in entries.items():
         assert key.kernel == search.KERNEL
-        assert search.shared_memory(Config(**entry["config"]), key.head_dim, key.v_head_dim) <= 227 * 1024
+        assert forward.shared_memory(Config(**entry["config"]), key.head_dim, key.v_head_dim) <= 227 * 1024
         measured = json.loads((pathlib.Path(__file__).parents[1] / entry["results"]).read_text())
         where = measured["provenance"]
         assert where["device"].replace(" ", "_") == path.stem

@@ -28,7 +28,6 @@ from flash_jax.tuning import table
 
 KERNEL = "hopper forward"
 NOISE = 1.03  # median times that differ by less are a tie, which the present choice wins
-_SHARED_MEMORY = 227 * 1024 - 2048  # of a block, less barriers and lse
 _BLOCKS_KV = (32, 64, 80, 96, 128)  # wider ones spill at every head dim, seen when compiled
 _TOKENS, _HIDDEN = 16384, 2048
 
@@ -45,7 +44,8 @@ SHAPES = (Shape(4096, False), Shape(4096, True))
 
 def candidates(head_dim: int, v_head_dim: int) -> list:
     """Configurations of the Hopper forward that can be compiled for these (padded) head dims."""
-    from flash_jax.backends.hopper.forward import Config
+    from flash_jax.backends.hopper.forward import SHARED_MEMORY, shared_memory
+    from flash_jax.backends.hopper.forward_tile import Config
 
     found = []
     choices = (True, False) if v_head_dim > 128 else (True,)  # narrower heads have room for out, and softmax to hide behind a turn
@@ -55,15 +55,9 @@ def candidates(head_dim: int, v_head_dim: int) -> list:
             continue
         config = Config(warpgroups, block_kv, stages, take_turns, separate_out, swizzle)
         accumulators = (block_kv * 3 // 2 + v_head_dim) // 2  # registers of S, P and O
-        if shared_memory(config, head_dim, v_head_dim) <= _SHARED_MEMORY and accumulators + 32 <= config.registers[0]:
+        if shared_memory(config, head_dim, v_head_dim) <= SHARED_MEMORY and accumulators + 32 <= config.registers[0]:
             found.append(config)
     return found
-
-
-def shared_memory(config, head_dim: int, v_head_dim: int) -> int:
-    """Bytes of Q, K, V and staged out, two bytes an element."""
-    rows = config.block_q * (head_dim + (v_head_dim if config.separate_out else 0))
-    return 2 * (rows + config.stages * config.block_kv * (head_dim + v_head_dim))
 
 
 def choose(times: dict, present, noise: float = NOISE):

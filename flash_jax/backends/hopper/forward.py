@@ -14,7 +14,6 @@ columns wide, and added across threads once a tile. Source: FlashAttention-3 (ar
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,242 +21,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax import dropout, softmax
-from flash_jax.backends.hopper import blocks, clean, functions, pipeline
-from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared, swizzled
-from flash_jax.logits import logits, tanh_by_exp2
+from flash_jax.backends.hopper import clean, pipeline
+from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Rows, Tile
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
-from flash_jax.softmax import LOG2E
 
-_PARTIAL_SUM_COLUMNS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tiles and registers of the forward.
-
-    warpgroups: 1 to 3 that compute, 64 query rows each. block_kv: keys of a tile. stages: tiles of K and of V in flight.
-    take_turns: order the warpgroups' products. separate_out: out leaves through its own shared memory, not the query's.
-    v_swizzle: bytes, by what divides block_kv.
-    """
-
-    warpgroups: int
-    block_kv: int
-    stages: int = 2
-    take_turns: bool = True
-    separate_out: bool = True
-    v_swizzle: int = 128
-
-    @property
-    def block_q(self) -> int:
-        return WARPGROUP_ROWS * self.warpgroups
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a compute warpgroup's and of the copying warp's threads."""
-        compute, copy = (160, 32) if self.warpgroups == 3 else (240, 24)
-        assert compute * self.warpgroups + copy <= pipeline.MAX_REGISTERS
-        return compute, copy
+SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, marks and what alignment leaves empty
 
 
-class Inputs(NamedTuple):
-    """Operands of the kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
-
-    query, key, value: `[batch, len, heads, head_dim]`, head_dim padded to the kernel's.
-    table: int32 `[multiprocessors, longest, 10]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
-    scale: float32 `[1 | batch]`.
-    lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
-    kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
-    q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
-    dense: int8 `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`, nonzero = visible.
-    functions: operands of each mask function, `[1 | batch, len]`, see `functions.as_words`; batch_ids: int32 `[batch]`, what it sees.
-    blocks: `blocks.as_bits` of the block maps that are not whole tiles, by number, `[1 | batch, 1 | num_heads, rows, words]`.
-    bias: `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`.
-    row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    table: Any
-    counts: Any
-    scale: Any = None
-    lists: Any = None
-    kv_lo: Any = None
-    kv_hi: Any = None
-    q_labels: Any = None
-    kv_labels: Any = None
-    dense: tuple = ()
-    functions: tuple = ()
-    batch_ids: Any = None
-    blocks: Any = None
-    bias: Any = None
-    row_keys: Any = None
+def shared_memory(config: Config, head_dim: int, v_head_dim: int, out_bytes: int = 2) -> int:
+    """Bytes of Q, K, V and staged out."""
+    out = config.block_q * v_head_dim * out_bytes if config.separate_out else 0
+    return 2 * (config.block_q * head_dim + config.stages * config.block_kv * (head_dim + v_head_dim)) + out
 
 
-class Tile(NamedTuple):
-    """An entry of the table: what a tile of rows visits, and, once it is dealt out, which rows.
-
-    steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
-    first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
-    full_begin, full_end: steps that need no mask.
-    visible: 0 where no row sees any key. unseen: 0 where every key of the key tiles is seen by a row of its batch entry.
-    b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
-    """
-
-    steps: Any
-    first: Any
-    full_begin: Any
-    full_end: Any
-    visible: Any
-    unseen: Any
-    b: Any = None
-    head: Any = None
-    q_tile: Any = None
-    out: Any = None
+def _with_room_for_bias(config: Config, inputs: Inputs, parts: int) -> Config | None:
+    """With which tiles of the bias come through shared memory, one a warpgroup: where it has both rows and keys, and they fit."""
+    bias, (head_dim, v_head_dim) = inputs.bias, (inputs.query.shape[-1], inputs.value.shape[-1])
+    if bias is None or 1 in bias.shape[2:] or bias.dtype.itemsize not in (2, 4):
+        return None
+    tiles = config.block_q * config.block_kv * bias.dtype.itemsize
+    labels = 0 if inputs.kv_labels is None else config.stages * config.block_kv * 4
+    may_share = head_dim == v_head_dim and parts == 1
+    for separate_out in (config.separate_out, config.separate_out and not may_share):
+        roomy = dataclasses.replace(config, separate_out=separate_out)
+        if shared_memory(roomy, head_dim, v_head_dim, 2 if parts == 1 else 4) + tiles + labels <= SHARED_MEMORY:
+            return roomy
+    return None
 
 
-class Masked(NamedTuple):
-    """Static facts about the steps: is there a mask, are there masked steps between the first and the full ones, and after them.
-
-    blank: may a tile of rows be one that sees nothing though its mask does not hide it (`Tile.visible`).
-    clears: may V hold something in keys that no row sees (`Tile.unseen`).
-    """
-
-    any: bool
-    before: bool
-    after: bool
-    blank: bool
-    clears: bool
-
-
-class _Rows:
-    """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
-
-    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start):
-        self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
-        rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
-        self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
-        self.row_keys = None
-        if g.row_keys is not None:
-            ref = g.row_keys.at[shared(g.row_keys, 0, tile.b), shared(g.row_keys, 1, tile.head), self._rows()]
-            self.row_keys = self._load(ref, ROWS)
-        plain = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale > 0
-        self.factor = problem.scale * LOG2E if plain else None  # of raw products, folded into the exponential
-        self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
-
-    def _rows(self):
-        return pl.ds(self.q_start, WARPGROUP_ROWS)
-
-    def _load(self, ref, layout):
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    def _row_ids(self):
-        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + self.q_start
-
-    def column(self, row, n=None):
-        """Row numbers beside a tile of n columns."""
-        return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, n or self.config.block_kv), [0])
-
-    def _beside_keys(self, key):
-        return lax.broadcast_in_dim(key, (WARPGROUP_ROWS, self.config.block_kv), [1])
-
-    def _elements(self, ref, kv_start):
-        """A tile of `[1 | batch, 1 | heads, 1 | q_pad, 1 | kv_pad]` in global memory."""
-        ref = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
-        keys = pl.ds(kv_start, self.config.block_kv)
-        one_row, one_key = ref.shape[0] == 1, ref.shape[1] == 1
-        if one_row and one_key:
-            return lax.broadcast_in_dim(ref[0, 0], (WARPGROUP_ROWS, self.config.block_kv), [])
-        if one_row:
-            return self._beside_keys(self._load(ref.at[0, keys], COLUMNS))
-        if one_key:
-            return self.column(self._load(ref.at[self._rows(), 0], ROWS))
-        return self._load(ref.at[self._rows(), keys], WGMMA)
-
-    def _by_function(self, function, refs, kv_start):
-        keys = pl.ds(kv_start, self.config.block_kv)
-
-        def read(kind, ref):
-            ref = ref.at[shared(ref, 0, self.tile.b)]
-            match kind:
-                case "query":
-                    return self.column(self._load(ref.at[self._rows()], ROWS))
-                case "key":
-                    return self._beside_keys(self._load(ref.at[keys], COLUMNS))
-                case "head":
-                    return ref[self.tile.head]
-                case _:
-                    return ref[...]
-
-        q_ids = self.column(self._row_ids())
-        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (self.config.block_kv,), 0, layout=COLUMNS) + kv_start)
-        batch = self.g.batch_ids[shared(self.g.batch_ids, 0, self.tile.b)]
-        operands = map(read, function.kinds, refs)
-        return functions.evaluate(function, q_ids.shape, batch, self.tile.head, q_ids, kv_ids, *operands)
-
-    def logits(self, qk, kv_tile, kv_labels, masked: bool, blank: bool = False):
-        """Raw products, or base-2 logits where more than a scale is applied; -inf where masked.
-
-        kv_labels: the labels of the keys in shared memory, or None.
-        """
-        kv_start = kv_tile * self.config.block_kv
-        s = qk
-        if self.factor is None:
-            bias = None if self.g.bias is None else self._elements(self.g.bias, kv_start).astype(jnp.float32)
-            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2)
-        if not masked:
-            return s
-        if self.kv_lo is not None or self.kv_hi is not None:
-            below = lambda bound: None if bound is None else bound - kv_start
-            s = pipeline.keep_interval(s, below(self.kv_lo), below(self.kv_hi))
-        if self.q_labels is not None:
-            labels = self._beside_keys(self._load(kv_labels, COLUMNS))
-            plgpu.commit_smem()  # before the copy engine overwrites them
-            s = jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
-        for ref in self.g.dense:
-            s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
-        for n, ref in (self.g.blocks or {}).items():
-            words = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
-            row = lax.div(self._row_ids(), jnp.int32(self.problem.mask.block_sizes[n][0]))
-            row = jnp.minimum(row, words.shape[0] - 1)  # of rows past the end
-            s = blocks.keep_blocks(s, words, row, lax.div(kv_start, jnp.int32(blocks.WORD)))
-        for function, refs in zip(self.problem.mask.functions, self.g.functions, strict=True):
-            s = jnp.where(self._by_function(function, refs, kv_start), s, -jnp.inf)
-        if blank:  # a tile of rows that sees nothing still takes one step
-            s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
-        return s
-
-    def softmax(self, s, state, masked: bool):
-        """One online step: `(p, state, alpha)`; state is (m in the units of s, l as partial sums), None before the first."""
-        s_max = s.max(axis=1)
-        m = s_max if state is None else jnp.maximum(state[0], s_max)
-        guarded = masked or self.g.bias is not None
-        pivot = jnp.where(m == -jnp.inf, 0.0, m) if guarded else m
-        base_2 = (lambda x: x) if self.factor is None else (lambda x: x * self.factor)
-        p = jnp.exp2(base_2(s) - self.column(base_2(pivot)))
-        alpha = None if state is None else jnp.exp2(base_2(state[0]) - base_2(pivot))
-        parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
-        l = sum(parts[1:], parts[0])
-        if state is not None:
-            l = state[1] * self.column(alpha, _PARTIAL_SUM_COLUMNS) + l
-        return p, (m, l), alpha
-
-    def finish(self, state, acc):
-        """`(out, lse)` in float32."""
-        m, l = state
-        m = m if self.factor is None else m * self.factor
-        return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
-
-    def weights(self, p, kv_tile):
-        """p as operand of the second product."""
-        if self.row_keys is not None:
-            rate = self.problem.dropout_rate
-            shape = (WARPGROUP_ROWS, self.config.block_kv)
-            kv_ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + kv_tile * self.config.block_kv
-            kept = dropout.keep(self.column(self.row_keys), kv_ids, rate)
-            p = jnp.where(kept, p * (1 / (1 - rate)), 0.0)
-        return p.astype(self.problem.dtype)
+def _bias_tiles(config: Config, dtype):
+    swizzle = next(n for n in (128, 64, 32) if config.block_kv * dtype.itemsize % n == 0)
+    return swizzled((config.warpgroups, WARPGROUP_ROWS, config.block_kv), dtype, swizzle)
 
 
 def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked, parts: int) -> tuple[jax.Array, jax.Array]:
@@ -271,12 +66,35 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
     block_kv, stages, num_compute = config.block_kv, config.stages, config.warpgroups
     q_pad = -(-problem.q_len // config.block_q) * config.block_q
     clears, has_labels = masked.clears, inputs.kv_labels is not None
+    roomy = _with_room_for_bias(config, inputs, parts)
+    copies_bias, config = roomy is not None, roomy or config
+    # Softmax after the wait for the product where the bias would spill before (measured: docs/dev/experiments.md).
+    late = copies_bias and (num_compute == 3 or v_head_dim == 256)
     assert clears or not has_labels
     assert config.separate_out or (head_dim == v_head_dim and parts == 1)
     leaves, tree = jax.tree.flatten(inputs)
     num_multiprocessors = inputs.table.shape[0]
 
-    def body(*refs, q_s, k_s, v_s, labels_s, out_s, lse_s, marks_s, q_full, q_empty, k_full, v_full, k_empty, v_empty, all_here):
+    def body(
+        *refs,
+        q_s,
+        k_s,
+        v_s,
+        labels_s,
+        bias_s,
+        out_s,
+        lse_s,
+        marks_s,
+        q_full,
+        q_empty,
+        k_full,
+        v_full,
+        bias_full,
+        k_empty,
+        v_empty,
+        bias_empty,
+        all_here,
+    ):
         *input_refs, out_g, lse_g = refs
         g: Inputs = jax.tree.unflatten(tree, input_refs)
         out_s = q_s if out_s is None else out_s
@@ -299,6 +117,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         def copy_tiles():
             def one_tile(n, tile, count):
                 kv_head = lax.div(tile.head, jnp.int32(group))
+                rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
                 def step(j, count):
                     slot = slot_of(count)
@@ -310,10 +129,13 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     @pl.when(j == 0)
                     def _():
                         for w in range(num_compute):
-                            rows = pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
                             pl.when(n > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
-                            plgpu.copy_gmem_to_smem(g.query.at[tile.b, rows, tile.head], q_s.at[w], q_full.at[w])
+                            plgpu.copy_gmem_to_smem(g.query.at[tile.b, rows_of(w), tile.head], q_s.at[w], q_full.at[w])
 
+                    for w in range(num_compute if copies_bias else 0):
+                        pl.when(count > 0)(lambda w=w: plgpu.barrier_wait(bias_empty.at[w]))
+                        bias = g.bias.at[shared(g.bias, 0, tile.b), shared(g.bias, 1, tile.head), rows_of(w), keys]
+                        plgpu.copy_gmem_to_smem(bias, bias_s.at[w], bias_full.at[w])
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(g.value.at[at], v_s.at[slot], v_full.at[slot])
                     if has_labels:
@@ -342,7 +164,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             def one_tile(n, tile, count):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
-                rows = _Rows(problem, config, g, tile, q_start)
+                rows = Rows(problem, config, g, tile, q_start)
 
                 def attend(acc_ref):
                     def second_product(p16, slot):
@@ -353,12 +175,22 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     def logits(qk, slot, kv_tile, *is_masked):
                         if clears:
                             plgpu.barrier_wait(v_full.at[slot])
-                        return rows.logits(qk, kv_tile, labels_s.at[slot] if has_labels else None, *is_masked)
+                        labels = labels_s.at[slot] if has_labels else None
+                        if not copies_bias:
+                            return rows.logits(qk, rows.bias(kv_tile), kv_tile, labels, *is_masked)
+                        plgpu.barrier_wait(bias_full.at[wg])
+                        s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA), kv_tile, labels, *is_masked)
+                        plgpu.commit_smem()  # before the copy engine overwrites it
+                        plgpu.barrier_arrive(bias_empty.at[wg])
+                        return s
 
-                    def clear(p16, slot, is_masked):
+                    def has_unseen(kv_tile, is_masked):
+                        return g.unseen[shared(g.unseen, 0, tile.b), kv_tile] != 0 if clears and is_masked else None
+
+                    def clear(p16, slot, unseen):
                         """What V holds in keys whose weights are all 0 is not there for the product to come."""
-                        if clears and is_masked:
-                            pl.when(tile.unseen != 0)(lambda: clear_columns(p16, slot))
+                        if unseen is not None:
+                            pl.when(unseen)(lambda: clear_columns(p16, slot))
 
                     def clear_columns(p16, slot):
                         clean.mark_columns(p16, marks_s.at[wg])
@@ -373,15 +205,17 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
                         kv_tile = kv_tile_of(tile, 0)
+                        unseen = has_unseen(kv_tile, masked.any)
                         p, state, _ = rows.softmax(logits(qk, slot, kv_tile, masked.any, masked.blank), None, masked.any)
                         p16 = rows.weights(p, kv_tile)
-                        clear(p16, slot, masked.any)
+                        clear(p16, slot, unseen)
                         return (*state, p16)
 
                     def step(j, carry, is_masked):
                         *state, p16 = carry
                         slot, v_slot = slot_of(count + j), slot_of(count + j - 1)
                         kv_tile = kv_tile_of(tile, j)
+                        unseen = has_unseen(kv_tile, is_masked)
                         plgpu.barrier_wait(k_full.at[slot])
 
                         def start():
@@ -391,12 +225,16 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        p, state, alpha = rows.softmax(logits(qk, slot, kv_tile, is_masked), state, is_masked)
+                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, is_masked), state, is_masked)
+                        if not late:
+                            p, state, alpha = softmax()
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[v_slot])
+                        if late:
+                            p, state, alpha = softmax()
                         p16 = rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
                         acc_ref[...] = acc * rows.column(alpha, v_head_dim)
-                        clear(p16, slot, is_masked)
+                        clear(p16, slot, unseen)
                         return (*state, p16)
 
                     def steps(lower, upper, is_masked, carry):
@@ -455,6 +293,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "k_s": swizzled((stages, block_kv, head_dim), dtype),
         "v_s": swizzled((stages, block_kv, v_head_dim), dtype, config.v_swizzle),
         "labels_s": plgpu.SMEM((stages, block_kv), jnp.int32) if has_labels else None,
+        "bias_s": _bias_tiles(config, inputs.bias.dtype) if copies_bias else None,
         "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
         "marks_s": plgpu.SMEM((num_compute, clean.WARPS, 4), jnp.int32) if clears else None,
@@ -462,8 +301,10 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),
         "v_full": plgpu.Barrier(num_arrivals=2 if has_labels else 1, num_barriers=stages),
+        "bias_full": plgpu.Barrier(num_barriers=num_compute) if copies_bias else None,
         "k_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
+        "bias_empty": plgpu.Barrier(num_barriers=num_compute) if copies_bias else None,
         "all_here": plgpu.Barrier(num_arrivals=num_compute) if clears else None,
     }
     kernel = plgpu.kernel(

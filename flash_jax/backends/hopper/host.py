@@ -93,8 +93,9 @@ def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndar
         seen = _seen_by_bounds(problem, operands)
         if isinstance(seen, np.ndarray) and seen.all():
             return None
-    seen = schedule.library(seen).pad(seen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)], constant_values=True)
-    return (~seen.reshape(-1, num_tiles, block_kv).all(-1)).astype(np.int32)
+    unseen = (~seen).astype(np.int32)
+    unseen = schedule.library(seen).pad(unseen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)])
+    return unseen.reshape(-1, num_tiles, block_kv).max(-1)
 
 
 def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from flash_jax import schedule, softmax
 from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import blocks, forward, functions, packing, work
-from flash_jax.backends.hopper.forward import Config, Inputs, Masked, Tile
+from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Tile
 from flash_jax.backends.hopper.host import ROW_TILE, pad, static_bounds, tile_kinds, unseen_tiles
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
 from flash_jax.problem import Operands, Problem
@@ -138,7 +138,8 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
     wide = lambda x, dim: pad(x, {1: -(-x.shape[1] // ROW_TILE) * ROW_TILE, 3: dim})
     elements = lambda x: pad(x, {axis: size for axis, size in ((2, q_pad), (3, kv_pad)) if x.shape[axis] != 1})
 
-    table, counts, masked, lists = _schedule(problem, config, operands, parts)
+    unseen = unseen_tiles(problem, operands, block_kv)
+    table, counts, masked, lists = _schedule(problem, config, operands, parts, clears=unseen is not None)
     inputs = Inputs(
         query=wide(operands.query, head_dim),
         key=wide(operands.key, head_dim),
@@ -147,6 +148,7 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
         counts=counts,
         scale=operands.scale,
         lists=lists,
+        unseen=None if unseen is None else jnp.asarray(unseen),
         bias=None if operands.bias is None else elements(operands.bias),
         row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
     )
@@ -172,32 +174,31 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
     ), masked
 
 
-def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) -> tuple[Array, Array, Masked, Array | None]:
+def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, clears: bool) -> tuple[Array, Array, Masked, Array | None]:
     """The table, the number of tiles of each multiprocessor, what is masked, and lists where the visible key tiles are no range."""
     block_q, block_kv = config.block_q, config.block_kv
-    static, lists = static_bounds(problem), None
-    unseen = unseen_tiles(problem, operands, block_kv)
-    clears = unseen is not None
+    static, lists, visits = static_bounds(problem), None, None
     if problem.mask.is_interval and static is not None:
         ranges = schedule.interval_ranges(*static, block_q, block_kv)
         masks_tail = problem.kv_len % block_kv != 0
         some = masks_tail or not problem.mask.hides_nothing
         before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
         masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()), some and parts > 1, clears)
-        steps = _steps_of_ranges(ranges, unseen)
+        steps = _steps_of_ranges(ranges)
     elif problem.mask.is_interval:
         ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
-        masked, steps = Masked(True, True, True, parts > 1, clears), _steps_of_ranges(ranges, unseen)
+        masked, steps = Masked(True, True, True, parts > 1, clears), _steps_of_ranges(ranges)
     else:
         kinds = tile_kinds(problem, operands, block_q, block_kv)
         if problem.mask.num_dense or problem.mask.block_sizes or problem.mask.functions:
             found = schedule.tile_lists(kinds)
             lists, masked = found.index, Masked(True, False, True, True, clears)
             zero = jnp.zeros_like(found.end)
-            steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32), zero + 1)
+            steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32))
         else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
             masked = Masked(True, True, True, parts > 1, clears)
-            steps = _steps_of_ranges(schedule.ranges_of_kinds(kinds), unseen)
+            ranges, visits = schedule.ranges_of_kinds(kinds)
+            steps = _steps_of_ranges(ranges)
     steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
     if parts > 1:
         steps = _split(steps, parts, 1 if lists is not None else -1)
@@ -207,7 +208,8 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int) 
         b, head, tile = np.moveaxis(tiles, 2, 0)
         counts = (b >= 0).sum(1, dtype=np.int32)
     else:
-        b, head, tile, counts = work.deal_by_data(steps.steps, problem.batch, problem.num_heads, MULTIPROCESSORS)
+        cost = steps.steps if visits is None or parts > 1 else visits  # to be sorted as it is: XLA has no kernel that negates it first
+        b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
     table = np.stack(entry, axis=-1) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry], axis=-1)
@@ -219,18 +221,13 @@ def _each(function: Callable, tiles: Tile) -> Tile:
     return Tile(*(None if x is None else function(x) for x in tiles))
 
 
-def _steps_of_ranges(ranges: schedule.Ranges, unseen: np.ndarray | Array | None) -> Tile:
-    """Key tiles from last to first; at least one step. unseen: `host.unseen_tiles`."""
-    numpy = jnp if isinstance(ranges.end, Array) else np
+def _steps_of_ranges(ranges: schedule.Ranges) -> Tile:
+    """Key tiles from last to first; at least one step."""
+    xp = schedule.library(ranges.end)
     begin, full_begin, full_end, end = ranges
-    end = numpy.maximum(end, 1)
-    begin = numpy.minimum(begin, end - 1)
-    if unseen is None:
-        visits_unseen = numpy.zeros_like(end)
-    else:  # bounds may be shared by the batch where labels are not
-        tile = np.arange(unseen.shape[-1])
-        visits_unseen = ((begin[..., None] <= tile) & (tile < end[..., None]) & (unseen[:, None] != 0)).any(-1).astype(np.int32)
-    return Tile(end - begin, end - 1, end - full_end, end - full_begin, (ranges.end > 0).astype(np.int32), visits_unseen)
+    end = xp.maximum(end, 1)
+    begin = xp.minimum(begin, end - 1)
+    return Tile(end - begin, end - 1, end - full_end, end - full_begin, (ranges.end > 0).astype(np.int32))
 
 
 def _split(steps: Tile, parts: int, direction: int) -> Tile:
@@ -238,20 +235,19 @@ def _split(steps: Tile, parts: int, direction: int) -> Tile:
 
     direction: 1 where `first` counts up from step to step, -1 where it counts down.
     """
-    numpy = jnp if isinstance(steps.steps, Array) else np
+    xp = schedule.library(steps.steps)
     every = steps.steps[..., None]
     length = -(-every // parts)
     start = np.arange(parts, dtype=np.int32) * length
     left = every - start
-    start = numpy.minimum(start, every - 1)
-    here = numpy.clip(left, 1, length)
-    within = lambda bound: numpy.clip(bound[..., None] - start, 0, here)
+    start = xp.minimum(start, every - 1)
+    here = xp.clip(left, 1, length)
+    within = lambda bound: xp.clip(bound[..., None] - start, 0, here)
     pieces = Tile(
         here,
         steps.first[..., None] + direction * start,
         within(steps.full_begin),
         within(steps.full_end),
         steps.visible[..., None] * (left > 0).astype(np.int32),
-        steps.unseen[..., None] + 0 * start,
     )
     return _each(lambda x: x.reshape(*x.shape[:-2], -1), pieces)

@@ -58,8 +58,8 @@ def deal_by_data(
     copy = (place - first_round * num_multiprocessors + first_round) % copies
     by_copy = np.argsort(np.where(place < count, copy, copies), axis=1, kind="stable")
     place, copy = (np.take_along_axis(x, by_copy, axis=1) for x in (place, copy))
-    order = jnp.argsort(-steps.transpose(0, 2, 1).ravel()).astype(jnp.int32)
-    entry = order[np.minimum(place, count - 1) // copies]
+    shortest_first = jnp.argsort(steps.transpose(0, 2, 1).ravel()).astype(jnp.int32)
+    entry = shortest_first[steps.size - 1 - np.minimum(place, count - 1) // copies]
     head = entry % own_heads if own_heads > 1 else jnp.asarray(copy % num_heads, jnp.int32)
     b = entry // (own_heads * tiles) if own_batch > 1 else jnp.asarray(copy // (num_heads // own_heads), jnp.int32)
     return b, head, entry // own_heads % tiles, (place < count).sum(1).astype(np.int32)

@@ -291,7 +291,7 @@ def kinds(problem: Problem, tiles: Tiles, operands: Operands) -> Array | None:
     lengths, blocks = (problem.q_len, problem.kv_len), (tiles.block_q, tiles.block_kv)
     joined = visibility.tile_kinds(problem.mask, operands.mask, lengths, blocks, of_functions).astype(jnp.int32)
     missing = -joined.shape[-1] % tiles.tiles_resident
-    r = schedule.ranges_of_kinds(joined)
+    r, _ = schedule.ranges_of_kinds(joined)
     parts = jnp.pad(joined, [(0, 0)] * 3 + [(0, missing)]), r.begin[..., None], r.end[..., None]
     return jnp.concatenate(parts, -1)[:, :, :, None]
 

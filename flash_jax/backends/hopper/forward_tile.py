@@ -1,0 +1,260 @@
+"""What the forward on Hopper is fed, and its arithmetic on the 64 query rows of a warpgroup against one key tile."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax import dropout, softmax
+from flash_jax.backends.hopper import blocks, functions, pipeline
+from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared
+from flash_jax.logits import base_2, logits, tanh_by_exp2
+from flash_jax.problem import Problem
+from flash_jax.softmax import LOG2E
+
+_PARTIAL_SUM_COLUMNS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles and registers of the forward.
+
+    warpgroups: 1 to 3 that compute, 64 query rows each. block_kv: keys of a tile. stages: tiles of K and of V in flight.
+    take_turns: order the warpgroups' products. separate_out: out leaves through its own shared memory, not the query's.
+    v_swizzle: bytes, by what divides block_kv.
+    """
+
+    warpgroups: int
+    block_kv: int
+    stages: int = 2
+    take_turns: bool = True
+    separate_out: bool = True
+    v_swizzle: int = 128
+
+    @property
+    def block_q(self) -> int:
+        return WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a compute warpgroup's and of the copying warp's threads."""
+        compute, copy = (160, 32) if self.warpgroups == 3 else (240, 24)
+        assert compute * self.warpgroups + copy <= pipeline.MAX_REGISTERS
+        return compute, copy
+
+
+class Inputs(NamedTuple):
+    """Operands of the kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
+
+    query, key, value: `[batch, len, heads, head_dim]`, head_dim padded to the kernel's.
+    table: int32 `[multiprocessors, longest, 9]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
+    scale: float32 `[1 | batch]`.
+    lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
+    unseen: int32 `[1 | batch, num_kv_tiles]`, 0 where every key of the tile is seen by a row of its batch entry.
+    kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
+    q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
+    dense: int8 `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`, nonzero = visible.
+    functions: operands of each mask function, `[1 | batch, len]`, see `functions.as_words`; batch_ids: int32 `[batch]`, what it sees.
+    blocks: `blocks.as_bits` of the block maps that are not whole tiles, by number, `[1 | batch, 1 | num_heads, rows, words]`.
+    bias: `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`.
+    row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    table: Any
+    counts: Any
+    scale: Any = None
+    lists: Any = None
+    unseen: Any = None
+    kv_lo: Any = None
+    kv_hi: Any = None
+    q_labels: Any = None
+    kv_labels: Any = None
+    dense: tuple = ()
+    functions: tuple = ()
+    batch_ids: Any = None
+    blocks: Any = None
+    bias: Any = None
+    row_keys: Any = None
+
+
+class Tile(NamedTuple):
+    """An entry of the table: what a tile of rows visits, and, once it is dealt out, which rows.
+
+    steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
+    first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
+    full_begin, full_end: steps that need no mask.
+    visible: 0 where no row sees any key.
+    b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
+    """
+
+    steps: Any
+    first: Any
+    full_begin: Any
+    full_end: Any
+    visible: Any
+    b: Any = None
+    head: Any = None
+    q_tile: Any = None
+    out: Any = None
+
+
+class Masked(NamedTuple):
+    """Static facts about the steps: is there a mask, are there masked steps between the first and the full ones, and after them.
+
+    blank: may a tile of rows be one that sees nothing though its mask does not hide it (`Tile.visible`).
+    clears: may V hold something in keys that no row sees (`Inputs.unseen`).
+    """
+
+    any: bool
+    before: bool
+    after: bool
+    blank: bool
+    clears: bool
+
+
+class Rows:
+    """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
+
+    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start):
+        self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
+        rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
+        self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
+        self.row_keys = None
+        if g.row_keys is not None:
+            ref = g.row_keys.at[shared(g.row_keys, 0, tile.b), shared(g.row_keys, 1, tile.head), self._rows()]
+            self.row_keys = self._load(ref, ROWS)
+        raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale > 0
+        self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
+        self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
+
+    def _rows(self):
+        return pl.ds(self.q_start, WARPGROUP_ROWS)
+
+    def _load(self, ref, layout):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def _row_ids(self):
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + self.q_start
+
+    def column(self, row, n=None):
+        """Row numbers beside a tile of n columns."""
+        return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, n or self.config.block_kv), [0])
+
+    def _beside_keys(self, key):
+        return lax.broadcast_in_dim(key, (WARPGROUP_ROWS, self.config.block_kv), [1])
+
+    def _elements(self, ref, kv_start):
+        """A tile of `[1 | batch, 1 | heads, 1 | q_pad, 1 | kv_pad]` in global memory."""
+        ref = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
+        keys = pl.ds(kv_start, self.config.block_kv)
+        one_row, one_key = ref.shape[0] == 1, ref.shape[1] == 1
+        if one_row and one_key:
+            return lax.broadcast_in_dim(ref[0, 0], (WARPGROUP_ROWS, self.config.block_kv), [])
+        if one_row:
+            return self._beside_keys(self._load(ref.at[0, keys], COLUMNS))
+        if one_key:
+            return self.column(self._load(ref.at[self._rows(), 0], ROWS))
+        return self._load(ref.at[self._rows(), keys], WGMMA)
+
+    def _by_function(self, function, refs, kv_start):
+        keys = pl.ds(kv_start, self.config.block_kv)
+
+        def read(kind, ref):
+            ref = ref.at[shared(ref, 0, self.tile.b)]
+            match kind:
+                case "query":
+                    return self.column(self._load(ref.at[self._rows()], ROWS))
+                case "key":
+                    return self._beside_keys(self._load(ref.at[keys], COLUMNS))
+                case "head":
+                    return ref[self.tile.head]
+                case _:
+                    return ref[...]
+
+        q_ids = self.column(self._row_ids())
+        kv_ids = self._beside_keys(plgpu.broadcasted_iota(jnp.int32, (self.config.block_kv,), 0, layout=COLUMNS) + kv_start)
+        batch = self.g.batch_ids[shared(self.g.batch_ids, 0, self.tile.b)]
+        operands = map(read, function.kinds, refs)
+        return functions.evaluate(function, q_ids.shape, batch, self.tile.head, q_ids, kv_ids, *operands)
+
+    def bias(self, kv_tile):
+        """The tile of the bias from global memory."""
+        return None if self.g.bias is None else self._elements(self.g.bias, kv_tile * self.config.block_kv)
+
+    def logits(self, qk, bias, kv_tile, kv_labels, masked: bool, blank: bool = False):
+        """Raw products, or logits where more than a scale is applied, in base-2 units without a bias; -inf where masked.
+
+        kv_labels: the labels of the keys in shared memory, or None.
+        """
+        kv_start = kv_tile * self.config.block_kv
+        s = qk
+        if bias is not None:
+            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), tanh_by_exp2, unit=1)
+        elif self.factor is None:
+            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, None, tanh_by_exp2)
+        if not masked:
+            return s
+        if self.kv_lo is not None or self.kv_hi is not None:
+            below = lambda bound: None if bound is None else bound - kv_start
+            s = pipeline.keep_interval(s, below(self.kv_lo), below(self.kv_hi))
+        if self.q_labels is not None:
+            labels = self._beside_keys(self._load(kv_labels, COLUMNS))
+            plgpu.commit_smem()  # before the copy engine overwrites them
+            s = jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
+        for ref in self.g.dense:
+            s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
+        for n, ref in (self.g.blocks or {}).items():
+            words = ref.at[shared(ref, 0, self.tile.b), shared(ref, 1, self.tile.head)]
+            row = lax.div(self._row_ids(), jnp.int32(self.problem.mask.block_sizes[n][0]))
+            row = jnp.minimum(row, words.shape[0] - 1)  # of rows past the end
+            s = blocks.keep_blocks(s, words, row, lax.div(kv_start, jnp.int32(blocks.WORD)))
+        for function, refs in zip(self.problem.mask.functions, self.g.functions, strict=True):
+            s = jnp.where(self._by_function(function, refs, kv_start), s, -jnp.inf)
+        if blank:  # a tile of rows that sees nothing still takes one step
+            s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
+        return s
+
+    def softmax(self, s, state, masked: bool):
+        """One online step: `(p, state, alpha)`; state is (m in the units of s, l as partial sums), None before the first."""
+        s_max = s.max(axis=1)
+        m = s_max if state is None else jnp.maximum(state[0], s_max)
+        guarded = masked or self.g.bias is not None
+        pivot = jnp.where(m == -jnp.inf, 0.0, m) if guarded else m
+        p = jnp.exp2(self._exponent(s, pivot, self.column))
+        alpha = None if state is None else jnp.exp2(self._exponent(state[0], pivot, lambda row: row))
+        parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
+        l = sum(parts[1:], parts[0])
+        if state is not None:
+            l = state[1] * self.column(alpha, _PARTIAL_SUM_COLUMNS) + l
+        return p, (m, l), alpha
+
+    def _exponent(self, s, pivot, column):
+        """`s - column(pivot)` in base-2 units. With a bias only the difference is sure to be finite there."""
+        if self.g.bias is not None:
+            return (s - column(pivot)) * LOG2E
+        return s - column(pivot) if self.factor is None else s * self.factor - column(pivot * self.factor)
+
+    def finish(self, state, acc):
+        """`(out, lse)` in float32."""
+        m, l = state
+        if self.g.bias is not None:
+            m = base_2(m)
+        elif self.factor is not None:
+            m = m * self.factor
+        return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
+
+    def weights(self, p, kv_tile):
+        """p as operand of the second product."""
+        if self.row_keys is not None:
+            rate = self.problem.dropout_rate
+            shape = (WARPGROUP_ROWS, self.config.block_kv)
+            kv_ids = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + kv_tile * self.config.block_kv
+            kept = dropout.keep(self.column(self.row_keys), kv_ids, rate)
+            p = jnp.where(kept, p * (1 / (1 - rate)), 0.0)
+        return p.astype(self.problem.dtype)
