@@ -29,9 +29,9 @@ def alone(q, k, v, length):
 def with_gradients(function: Callable) -> Callable:
     """Of query, key and value, for the query as the cotangent of the output."""
 
-    def gradients(qkv, *lengths):
-        out, pullback = jax.vjp(lambda qkv: function(*qkv, *lengths), qkv)
-        return out, pullback(qkv[0])[0]
+    def gradients(q, k, v, *lengths):
+        out, pullback = jax.vjp(lambda *qkv: function(*qkv, *lengths), q, k, v)
+        return out, pullback(q)
 
     return gradients
 
@@ -39,19 +39,19 @@ def with_gradients(function: Callable) -> Callable:
 def sides(lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
     """Compiled calls, forward and backward: of all sequences padded to the longest, of each one so padded, and cut to its own length."""
     number = jnp.asarray(lengths, jnp.int32)
-    padded = jax.random.normal(jax.random.key(0), (3, len(lengths), max(lengths), HEADS, HEAD_DIM))
+    padded = tuple(jax.random.normal(jax.random.key(0), (3, len(lengths), max(lengths), HEADS, HEAD_DIM)))
     separate = []
     for n, length in enumerate(lengths):
-        qkv = padded[:, n, None, :length]
-        run = jax.jit(with_gradients(lambda q, k, v: flash_attention(q, k, v, is_causal=True))).lower(qkv).compile()
+        qkv = tuple(x[n, None, :length] for x in padded)
+        run = jax.jit(with_gradients(lambda q, k, v: flash_attention(q, k, v, is_causal=True))).lower(*qkv).compile()
         separate.append((run, qkv))
-    result: dict[str, Callable[[], object]] = {"separate": lambda: [run(qkv) for run, qkv in separate]}
-    one = jax.jit(with_gradients(attention)).lower(padded[:, :1], number[:1]).compile()
-    each = [(padded[:, n, None], number[n, None]) for n in range(len(lengths))]
+    result: dict[str, Callable[[], object]] = {"separate": lambda: [run(*qkv) for run, qkv in separate]}
+    one = jax.jit(with_gradients(attention)).lower(*(x[:1] for x in padded), number[:1]).compile()
+    each = [(*(x[n, None] for x in padded), number[n, None]) for n in range(len(lengths))]
     result["separate, padded"] = lambda: [one(*arguments) for arguments in each]
     for name, function in (("batched", attention), ("vmap", jax.vmap(alone))):
-        run = jax.jit(with_gradients(function)).lower(padded, number).compile()
-        result[name] = lambda run=run: run(padded, number)
+        run = jax.jit(with_gradients(function)).lower(*padded, number).compile()
+        result[name] = lambda run=run: run(*padded, number)
     return result
 
 

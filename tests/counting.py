@@ -10,13 +10,14 @@ from flash_jax import softmax
 
 @dataclasses.dataclass
 class Tiles:
+    rows: int = 0
     forward: int = 0
     backward: int = 0
 
 
 @contextlib.contextmanager
 def counted_tiles(monkeypatch):
-    """Each forward tile calls `softmax.rescale` once, each backward tile `softmax.dlogits`; both report when they run."""
+    """Each forward tile calls `softmax.rescale` once, each q tile `softmax.finish`, each backward tile `softmax.dlogits`: they report."""
     tiles = Tiles()
 
     def reporting(verb, field):
@@ -30,6 +31,7 @@ def counted_tiles(monkeypatch):
         return run
 
     with monkeypatch.context() as patch:
+        patch.setattr(softmax, "finish", reporting(softmax.finish, "rows"))
         patch.setattr(softmax, "rescale", reporting(softmax.rescale, "forward"))
         patch.setattr(softmax, "dlogits", reporting(softmax.dlogits, "backward"))
         jax.clear_caches()

@@ -11,9 +11,9 @@ from flash_jax import Mask, flash_attention, segment_ids
 HEADS, HEAD_DIM = 8, 64
 
 
-def temporaries(length, options=lambda length: {"is_causal": True}):
-    """Bytes of temporaries of forward and backward at batch 1, 8 heads of 64, float32."""
-    shape = jax.ShapeDtypeStruct((1, length, HEADS, HEAD_DIM), jnp.float32)
+def temporaries(length, options=lambda length: {"is_causal": True}, batch=1):
+    """Bytes of temporaries of forward and backward, 8 heads of 64, float32."""
+    shape = jax.ShapeDtypeStruct((batch, length, HEADS, HEAD_DIM), jnp.float32)
 
     def run(q, k, v, dout):
         out, pullback = jax.vjp(lambda *a: flash_attention(*a, **options(length)), q, k, v)
@@ -29,6 +29,13 @@ def test_causal_temporaries_are_linear_and_few():
     assert max(growth) <= 2.1, f"temporaries {sizes} at {lengths}"
     inputs = 3 * 16384 * HEADS * HEAD_DIM * 4
     assert sizes[2] <= 6 * inputs, f"{sizes[2] / inputs:.2f} times the bytes of q, k and v"
+
+
+def test_a_batch_takes_no_more_than_one_of_its_sequences():
+    """What is rearranged is one sequence's; of a batch there are the operands, the results and lse."""
+    lengths = lambda length: {"is_causal": True, "query_seq_lengths": (n := jnp.full(8, length - 1)), "key_value_seq_lengths": n}
+    one, eight = temporaries(1024), temporaries(1024, lengths, batch=8)
+    assert eight <= 2 * one, f"{eight} bytes for eight, {one} for one"
 
 
 OPTIONS = {

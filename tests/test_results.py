@@ -174,9 +174,9 @@ def test_what_does_not_run_is_a_result(monkeypatch):
 def test_sequences_of_different_lengths_together_and_apart():
     """Both ways compute the same gradients; the page has the ratio of their times."""
     sides = module("batched_lengths").sides((40, 24, 7))
-    separate = [gradient for _, gradient in sides["separate"]()]
-    padded = jnp.concatenate([gradient for _, gradient in sides["separate, padded"]()], axis=1)
-    for together in (padded, sides["batched"]()[1], sides["vmap"]()[1]):
+    separate = [jnp.stack(gradients) for _, gradients in sides["separate"]()]
+    padded = jnp.concatenate([jnp.stack(gradients) for _, gradients in sides["separate, padded"]()], axis=1)
+    for together in (padded, *(jnp.stack(sides[name]()[1]) for name in ("batched", "vmap"))):
         for n, (gradient, length) in enumerate(zip(separate, (40, 24, 7), strict=True)):
             close(together[:, n, :length], gradient[:, 0])
             assert not together[:, n, length:].any()

@@ -116,6 +116,20 @@ def test_sequences_of_different_length_execute_their_own_tiles(how, monkeypatch)
         assert (tiles.forward, tiles.backward) == (sum(per_sequence), sum(per_sequence))
 
 
+def test_rows_of_padding_are_not_computed(monkeypatch):
+    """A q tile that sees no key is no iteration of any loop: its output was 0 and its lse -inf before the first."""
+    q, k, v = (x[:, :, :1] for x in qkv(96, batch=8))
+    with counted_tiles(monkeypatch) as tiles:
+        f = lambda q, k, v: attention(q, k, v, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS, return_residual=True)
+        out, lse = jax.block_until_ready(jax.jit(f)(q, k, v))
+        jax.effects_barrier()
+        assert tiles.rows == sum(-(-int(n) // 16) for n in LENGTHS)
+    padding = jnp.arange(96) >= LENGTHS[:, None]
+    assert not out[padding].any()
+    assert (lse[padding] == -jnp.inf).all()
+    assert jnp.isfinite(lse[~padding]).all()
+
+
 # ------------------------------------------------------------------------------------------------------ checkpoint, scan
 SAVED = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
 

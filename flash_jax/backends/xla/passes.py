@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from flash_jax import softmax
-from flash_jax.backends.xla.layout import Config, Split, arrange, pad, rows_from_tiles, slice_tile
-from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, over_slots, q_tiles
+from flash_jax.backends.xla.layout import Config, in_whole_tiles, pad, whole_tiles
+from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, beside_tile, over_slots
 from flash_jax.logits import dscores, logits
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
-from flash_jax.varying import varying_like
 
 Array = jax.Array
 
@@ -64,31 +63,29 @@ def forward(problem: Problem, config: Config, operands: Operands) -> tuple[Array
 
     def finish(state: softmax.State):
         out, lse = softmax.finish(*state, column=_column)
-        return jnp.moveaxis(out, 2, -1).astype(problem.dtype), lse
+        return jnp.moveaxis(out, 2, -1), lse
 
-    out, lse = _online_softmax(problem, config, operands, finish)
-    return _to_user(problem, config, operands, out), _to_user(problem, config, operands, lse)
-
-
-def _to_user(problem: Problem, config: Config, operands: Operands, rows: Array) -> Array:
-    """From the layout, rows padded, to `[batch, q_len, num_heads, ...]`."""
-    return Split.of(problem, config, operands).restore(rows).swapaxes(1, 2)[:, : problem.q_len]
+    empty = jnp.zeros(problem.out_shape, problem.dtype), jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype)
+    return _online_softmax(problem, config, operands, finish, empty)
 
 
-def _online_softmax(problem: Problem, config: Config, operands: Operands, finish: Callable[[softmax.State], Any]):
-    """`finish` of each row's state after all its tiles, in the layout, rows padded; `acc` is `[b, h, v_head_dim, group, block_q]`."""
+def _online_softmax(problem: Problem, config: Config, operands: Operands, finish: Callable[[softmax.State], Any], results):
+    """`finish` of each row's state after all its tiles, into `results` `[batch, q_len, num_heads, ...]`.
+
+    `acc` is `[b, h, v_head_dim, group, block_q]`.
+    """
     acc_dtype = problem.compute_dtype
 
-    def one_slot(slot: Slot, visit, carry):
+    def one_slot(slot: Slot, results):
         a = slot.arrays
 
-        def one_q_tile(_, i):
+        def one_q_tile(i, results):
             q = slot.rows(a.query, i)
             q_t = _rows_matrix(q).swapaxes(2, 3)
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
-                v_t = seen.clean_keys(slot.transposed_keys(a.value_t, j), axis=3)
+                v_t = seen.clean_keys(slot.keys(a.value_t, j), axis=3)
                 _, s, _ = _scores(slot, slot.keys(a.key, j), q_t, slot.bias(i, j), slot.scale(), seen)
                 m, l, acc = state
                 m, pivot, alpha = softmax.rescale(m, s.max(2))
@@ -103,11 +100,13 @@ def _online_softmax(problem: Problem, config: Config, operands: Operands, finish
                 jnp.zeros((b, h, group, block_q), acc_dtype),
                 jnp.zeros((b, h, problem.v_head_dim, group, block_q), acc_dtype),
             )
-            return None, finish(visit(i, step, zero))
+            rows = finish(slot.over_kv_tiles(i, step, zero))
+            return jax.tree.map(lambda whole, x: slot.put_rows(whole, i, x), results, rows)
 
-        return carry, lax.scan(one_q_tile, None, q_tiles(problem, config))[1]
+        return slot.over_q_tiles(one_q_tile, results)
 
-    return jax.tree.map(rows_from_tiles, over_slots(problem, config, operands, one_slot, None)[1])
+    padded = tuple(pad(x, 1, config.block_q) for x in results)
+    return tuple(x[:, : problem.q_len] for x in over_slots(problem, config, operands, one_slot, padded))
 
 
 def _whole_rows(problem: Problem, config: Config) -> bool:
@@ -129,27 +128,23 @@ def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
 _LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
 
 
-def _row_weights(problem: Problem, config: Config, operands: Operands, lse_rows: Array) -> tuple[Array, Array | None]:
-    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from lse in the layout.
+def _row_weights(problem: Problem, config: Config, operands: Operands, lse: Array) -> tuple[Array, Array | None]:
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from lse.
 
     A finite bias of -1e9 on a whole row makes an lse that has lost log(l): then the rows' states are computed once more.
     """
-    pivot = softmax.lse_pivot(lse_rows)
+    pivot = softmax.lse_pivot(lse)
     if operands.bias is None or _whole_rows(problem, config):
         return pivot, None
 
     def from_states(_):
-        m, l = _online_softmax(problem, config, operands, lambda state: (state.m, state.l))
+        empty = jnp.full_like(lse, -jnp.inf), jnp.zeros_like(lse)
+        m, l = _online_softmax(problem, config, operands, lambda state: (state.m, state.l), empty)
         seen = l > 0
         return jnp.where(seen, m, jnp.inf), jnp.where(seen, 1 / jnp.where(seen, l, 1), 0)
 
-    large = jnp.isfinite(lse_rows) & (jnp.abs(lse_rows) > _LARGE)
+    large = jnp.isfinite(lse) & (jnp.abs(lse) > _LARGE)
     return lax.cond(jnp.any(large), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
-
-
-def _rows_layout(split: Split, config: Config, x: Array, fill: float = 0) -> Array:
-    """`[batch, q_len, num_heads(, dim)]` -> the layout, padded."""
-    return pad(split.arrange(x.swapaxes(1, 2)), 5, config.block_q, fill)
 
 
 def backward(
@@ -157,37 +152,44 @@ def backward(
 ) -> dict[str, Array]:
     """See `base.Backend.backward`."""
     acc_dtype = problem.compute_dtype
-    split = Split.of(problem, config, operands)
-    delta = -dlse
     whole_rows = _whole_rows(problem, config)
-    if not whole_rows:
-        delta += (out.astype(acc_dtype) * dout.astype(acc_dtype)).sum(-1)
-    delta = jnp.where(lse == -jnp.inf, 0, delta)  # an empty row may be padding: whatever its cotangents hold is not read
-    dout_rows, delta_rows = _rows_layout(split, config, dout), _rows_layout(split, config, delta)
-    pivot_rows, weight_rows = _row_weights(problem, config, operands, _rows_layout(split, config, lse, -jnp.inf))
-    dbias = None
+    pivot, weight = _row_weights(problem, config, operands, lse)
+    gradients = {}
+    if "query" in wanted:
+        gradients["query"] = pad(jnp.zeros_like(operands.query), 1, config.block_q)
+    if "scale" in wanted:  # by rows: one sum over all tiles would round once for each of them
+        gradients["scale"] = pad(jnp.zeros(problem.lse_shape, acc_dtype), 1, config.block_q)
+    for name, x in (("key", operands.key), ("value", operands.value)):
+        if name in wanted:
+            gradients[name] = pad(jnp.zeros_like(x), 1, config.block_kv)
     if "bias" in wanted:
         assert operands.bias is not None
-        padded = pad(pad(split.arrange(operands.bias), -2, config.block_q), -1, config.block_kv)
-        dbias = jnp.zeros(padded.shape, acc_dtype)
+        gradients["bias"] = jnp.zeros_like(whole_tiles(config, operands.bias), acc_dtype)
 
-    def one_slot(slot: Slot, visit, dbias):
+    def one_slot(slot: Slot, gradients):
         a = slot.arrays
-        dout, delta, pivot = (slot.take(x) for x in (dout_rows, delta_rows, pivot_rows))
-        weight = None if weight_rows is None else slot.take(weight_rows)
+        out_rows, lse_rows, dout_rows, dlse_rows, pivot_rows = (slot.take_rows(x) for x in (out, lse, dout, dlse, pivot))
+        weight_rows = None if weight is None else slot.take_rows(weight)
 
-        def one_q_tile(carry, i):
-            q_tile, dout_tile = slot.rows(a.query, i), slot.rows(dout, i)
-            delta_tile, pivot_tile = slot.row_numbers(delta, i), slot.row_numbers(pivot, i)
-            weight_tile = None if weight is None else slot.row_numbers(weight, i)
+        def one_q_tile(i, carry):
+            gradients, of_keys = carry
+            q_tile, dout_tile, pivot_tile = (slot.rows(x, i) for x in (a.query, dout_rows, pivot_rows))
+            columns = tuple(jnp.moveaxis(x, -1, 2) for x in (q_tile, dout_tile))
+            weight_tile = None if weight_rows is None else slot.rows(weight_rows, i)
+            delta_tile = -slot.rows(dlse_rows, i)
+            if not whole_rows:
+                delta_tile += (slot.rows(out_rows, i).astype(acc_dtype) * dout_tile.astype(acc_dtype)).sum(-1)
+            # An empty row may be padding: whatever its cotangents hold is not read.
+            delta_tile = jnp.where(slot.rows(lse_rows, i) == -jnp.inf, 0, delta_tile)
 
             def step(j, masked, carry):
                 seen = slot.seen(i, j, masked)
                 q, dout = (_rows_matrix(seen.clean_rows(x)) for x in (q_tile, dout_tile))
                 k, v = (seen.clean_keys(slot.keys(x, j), axis=2) for x in (a.key, a.value))
-                qk, s, tanh = _scores(slot, k, q.swapaxes(2, 3), slot.bias(i, j), slot.scale(), seen)
+                q_t, dout_t = (_flat_tile(seen.clean_columns(x)) for x in columns)
+                qk, s, tanh = _scores(slot, k, q_t, slot.bias(i, j), slot.scale(), seen)
                 p = _probs(s, *(_weights_of_whole_rows(s) if whole_rows else (pivot_tile, weight_tile)))
-                dp = slot.drop(_dot(problem, v, dout.swapaxes(2, 3)).reshape(p.shape), i, j)
+                dp = slot.drop(_dot(problem, v, dout_t).reshape(p.shape), i, j)
                 delta = delta_tile + (p * dp).sum(2) if whole_rows else delta_tile
                 dlogits = softmax.dlogits(p, dp, delta, _column)
                 ds = dscores(dlogits, tanh)
@@ -196,12 +198,12 @@ def backward(
                     new["scale"] = carry["scale"] + (ds * qk).sum(2)
                 ds = _flat_tile(ds * slot.scale())
                 if "query" in carry:
-                    k_t = seen.clean_keys(slot.transposed_keys(a.key_t, j), axis=3)
+                    k_t = seen.clean_keys(slot.keys(a.key_t, j), axis=3)
                     new["query"] = carry["query"] + _dot(problem, k_t, ds)
                 if "key" in carry:
-                    new["key"] = _add_keys(config, carry["key"], j, _dot(problem, ds, q))
+                    new["key"] = slot.add_keys(carry["key"], j, _dot(problem, ds, q))
                 if "value" in carry:
-                    new["value"] = _add_keys(config, carry["value"], j, _dot(problem, _flat_tile(slot.drop(p, i, j)), dout))
+                    new["value"] = slot.add_keys(carry["value"], j, _dot(problem, _flat_tile(slot.drop(p, i, j)), dout))
                 if "bias" in carry:
                     new["bias"] = _add_bias(slot, carry["bias"], i, j, jnp.moveaxis(dlogits, 2, -1))
                 return new
@@ -210,59 +212,41 @@ def backward(
             of_rows = {}
             if "query" in wanted:
                 of_rows["query"] = jnp.zeros((b, h, head_dim, group * block_q), acc_dtype)
-            if "scale" in wanted:  # by rows: one sum over all tiles would round once for each of them
-                of_rows["scale"] = jnp.zeros((b, h, group, block_q), acc_dtype)
-            carry = visit(i, step, carry | of_rows)
-            of_rows = {name: carry.pop(name) for name in of_rows}
-            if "query" in wanted:
-                of_rows["query"] = of_rows["query"].swapaxes(2, 3).reshape(q_tile.shape).astype(problem.dtype)
             if "scale" in wanted:
-                of_rows["scale"] = of_rows["scale"].sum((1, 2, 3))
-            return carry, of_rows
+                of_rows["scale"] = jnp.zeros((b, h, group, block_q), acc_dtype)
+            of_bias = {"bias": gradients["bias"]} if "bias" in wanted else {}
+            of_tiles = slot.over_kv_tiles(i, step, of_keys | of_rows | of_bias)
+            if "query" in wanted:
+                of_tiles["query"] = of_tiles["query"].swapaxes(2, 3).reshape(q_tile.shape)
+            gradients = gradients | {name: slot.put_rows(gradients[name], i, of_tiles[name]) for name in of_rows}
+            gradients |= {name: of_tiles[name] for name in of_bias}
+            return gradients, {name: of_tiles[name] for name in of_keys}
 
-        keys = (("key", a.key), ("value", a.value))
-        carry = {name: jnp.zeros(x.shape[:2] + x.shape[3:], acc_dtype) for name, x in keys if name in wanted}
-        if dbias is not None:
-            carry["bias"] = dbias
-        carry, of_rows = lax.scan(one_q_tile, varying_like(carry, operands.query), q_tiles(problem, config))
-        dbias = carry.pop("bias", None)
-        return dbias, carry | of_rows
+        of_keys = {name: jnp.zeros_like(x, acc_dtype) for name, x in (("key", a.key), ("value", a.value)) if name in wanted}
+        gradients, of_keys = slot.over_q_tiles(one_q_tile, (gradients, of_keys))
+        return gradients | {name: slot.put_keys(gradients[name], x) for name, x in of_keys.items()}
 
-    dbias, totals = over_slots(problem, config, operands, one_slot, dbias)
-    gradients = {}
-    if "query" in wanted:
-        gradients["query"] = _to_user(problem, config, operands, rows_from_tiles(totals["query"]))
-    for name in ("key", "value"):
-        if name in wanted:
-            total = split.restore(totals[name][:, :, :, :, None]).swapaxes(1, 2)[:, : problem.kv_len]
-            gradients[name] = total.astype(problem.dtype)
-    if dbias is not None:
+    gradients = over_slots(problem, config, operands, one_slot, gradients)
+    if "bias" in wanted:
         assert problem.bias_shape is not None
         rows, columns = problem.bias_shape[2:]
-        gradients["bias"] = split.restore(dbias)[:, :, :rows, :columns].astype(problem.bias_dtype)
+        gradients["bias"] = gradients["bias"][:, :, :rows, :columns].astype(problem.bias_dtype)
     if "scale" in wanted:
         assert operands.scale is not None
-        by_batch = totals["scale"].sum((1, 2)).reshape(-1)
+        by_batch = gradients["scale"].sum((1, 2))
         gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
-    return gradients
-
-
-def _add_keys(config: Config, total: Array, j: Array, part: Array) -> Array:
-    """Add to key tile `j` of `[b, h, kv_len, dim]`."""
-    if total.shape[2] == 1:
-        return total + part
-    old = slice_tile(total, 2, j, config.block_kv)
-    return lax.dynamic_update_slice_in_dim(total, old + part, j * config.block_kv, 2)
+    lengths = {"query": problem.q_len, "key": problem.kv_len, "value": problem.kv_len}
+    return {name: x[:, : lengths[name]] if name in lengths else x for name, x in gradients.items()}
 
 
 def _add_bias(slot: Slot, total: Array, i: Array, j: Array, dlogits: Array) -> Array:
     """Add a tile `[b, h, group, block_q, block_kv]`, summed over the axes that the bias shares, to the bias's gradient."""
-    size = (1, 1, *(block if n > 1 else 1 for n, block in zip(total.shape[2:], dlogits.shape, strict=True)))
-    at = (*slot.index, 0, 0, 0, i * slot.config.block_q, j * slot.config.block_kv)
+    dlogits = dlogits.reshape(dlogits.shape[0], dlogits.shape[1] * dlogits.shape[2], *dlogits.shape[3:])
+    part = dlogits.sum([axis for axis, n in enumerate(total.shape) if n == 1], keepdims=True)
+    batch = 0 if slot.split.batch_slots == 1 else slot.index.batch * part.shape[0]
+    at = (batch, slot.index.head * part.shape[1], i * part.shape[2], j * part.shape[3])
     start = [jnp.int32(0 if n == 1 else k) for n, k in zip(total.shape, at, strict=True)]
-    shared = tuple(axis for axis, n in enumerate(size[2:]) if n == 1)
-    part = dlogits.sum(shared, keepdims=True)[None, None]
-    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, part.shape) + part, start)
 
 
 def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: Array, tangents: dict[str, Array]) -> tuple[Array, Array]:
@@ -272,21 +256,20 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
     inside `dp`: so each tile's part is the derivative of a tile function, taken by JAX.
     """
     acc_dtype = problem.compute_dtype
-    split = Split.of(problem, config, operands)
-    pivot_rows, weight_rows = _row_weights(problem, config, operands, _rows_layout(split, config, lse, -jnp.inf))
+    pivot, weight = _row_weights(problem, config, operands, lse)
     dotted = operands._replace(**{name: jnp.zeros_like(x) for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None})
+    dotted = in_whole_tiles(config, dotted._replace(**tangents))
     whole_rows = _whole_rows(problem, config)
-    dotted = arrange(problem, config, dotted._replace(**tangents), split)
 
-    def one_slot(slot: Slot, visit, carry):
-        a, pivot, dot = slot.arrays, slot.take(pivot_rows), jax.tree.map(slot.take, dotted)
-        weight = None if weight_rows is None else slot.take(weight_rows)
+    def one_slot(slot: Slot, results):
+        a, dot, pivot_rows = slot.arrays, slot.arrange(dotted), slot.take_rows(pivot)
+        weight_rows = None if weight is None else slot.take_rows(weight)
         scale = jnp.asarray(slot.scale(), acc_dtype)
-        dscale = jnp.zeros_like(scale) if dot.scale is None else dot.scale
+        dscale = jnp.zeros_like(scale) if dot.scale is None else beside_tile(dot.scale)
 
-        def one_q_tile(_, i):
-            pivot_tile = slot.row_numbers(pivot, i)
-            weight_tile = None if weight is None else slot.row_numbers(weight, i)
+        def one_q_tile(i, results):
+            pivot_tile = slot.rows(pivot_rows, i)
+            weight_tile = None if weight_rows is None else slot.rows(weight_rows, i)
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
@@ -300,7 +283,7 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
                     bias = None if a.bias is None else slot.tile(a.bias, i, j).astype(acc_dtype)
                     q_t = _rows_matrix(seen.clean_rows(slot.rows(a.query, i))).swapaxes(2, 3)
                     k = seen.clean_keys(slot.keys(a.key, j), axis=2)
-                    v_t = seen.clean_keys(slot.transposed_keys(a.value_t, j), axis=3)
+                    v_t = seen.clean_keys(slot.keys(a.value_t, j), axis=3)
                     return k, q_t, v_t, bias, scale
 
                 point = read(a, scale)
@@ -313,11 +296,12 @@ def jvp(problem: Problem, config: Config, operands: Operands, out: Array, lse: A
 
             b, h, group, block_q = pivot_tile.shape
             zero = jnp.zeros(pivot_tile.shape, acc_dtype), jnp.zeros((b, h, problem.v_head_dim, group * block_q), acc_dtype)
-            dl, dacc = visit(i, step, zero)
-            return None, (dl, dacc.swapaxes(2, 3).reshape(b, h, group, block_q, -1))
+            dl, dacc = slot.over_kv_tiles(i, step, zero)
+            rows = dl, dacc.swapaxes(2, 3).reshape(b, h, group, block_q, -1)
+            return tuple(slot.put_rows(whole, i, x) for whole, x in zip(results, rows, strict=True))
 
-        return carry, lax.scan(one_q_tile, None, q_tiles(problem, config))[1]
+        return slot.over_q_tiles(one_q_tile, results)
 
-    _, tiles = over_slots(problem, config, operands, one_slot, None)
-    dlse, dacc = (_to_user(problem, config, operands, rows_from_tiles(x)) for x in tiles)
+    results = (pad(jnp.zeros(shape, acc_dtype), 1, config.block_q) for shape in (problem.lse_shape, problem.out_shape))
+    dlse, dacc = (x[:, : problem.q_len] for x in over_slots(problem, config, operands, one_slot, tuple(results)))
     return (dacc - out.astype(acc_dtype) * dlse[..., None]).astype(problem.dtype), dlse
