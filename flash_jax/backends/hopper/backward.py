@@ -1,23 +1,39 @@
 """The reverse of attention on Hopper: which kernels run, what they are fed, and what is left to XLA around them.
 
-delta = sum(out * dout) - dlse and the last cast of dq are XLA's; the tile schedule is that of the transposed problem, where a
+The cotangent of lse and the last cast of dq are XLA's; the tile schedule is that of the transposed problem, where a
 key tile visits query tiles.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flash_jax import schedule
-from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, blocks, functions, turns
-from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs
+from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, backward_rows, blocks, functions, turns
+from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, is_copied
 from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
 from flash_jax.problem import Operands, Problem
-from flash_jax.softmax import lse_pivot
 
 Array = jax.Array
 
 _MAX_GRID = 65535  # of CUDA's second grid axis
+_ROWS = 128  # pivot and delta are padded to a multiple: whole tiles of every kernel
+
+
+class Rows(NamedTuple):
+    """What each query row gives to every kernel: `backward_tile.Inputs` has some of it.
+
+    empty: booleans `[batch, num_heads, q_len]`. dq: zeros, float32, of the shape of query.
+    """
+
+    query: Array
+    dout: Array
+    pivot: Array
+    delta: Array
+    empty: Array
+    dq: Array
 
 
 def declines(problem: Problem) -> str | None:
@@ -45,13 +61,14 @@ def backward(
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
     problem, operands = functions.hoist(problem, operands)
-    gradients = {"bias": _dbias(problem, operands, out, lse, dout, dlse)} if "bias" in wanted else {}
+    rows = _rows(problem, operands, out, lse, dout, dlse)
+    gradients = {"bias": _dbias(problem, operands, rows, lse, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
         return gradients
     block_q, block_kv = _tile(problem)
-    inputs = _inputs(problem, operands, out, lse, dout, dlse, block_q, block_kv)
-    dq_ref, done_ref = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32)), None
+    inputs = _inputs(problem, operands, rows, block_q, block_kv)
+    dq_ref, done_ref = jax.new_ref(rows.dq), None
     if problem.deterministic_backward:
         num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
         table = turns.table(inputs.ranges, inputs.lists, schedule.num_tiles(problem.kv_len, block_kv), num_q_tiles)
@@ -86,7 +103,7 @@ def _may_have_empty_rows(problem: Problem) -> bool:
     return not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
 
 
-def _dbias(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Array:
+def _dbias(problem: Problem, operands: Operands, rows: Rows, lse: Array, dlse: Array) -> Array:
     """The cotangent of the bias, in its own shape and dtype."""
     assert problem.bias_shape is not None and problem.bias_dtype is not None
     if problem.bias_shape[3] == 1 and problem.kv_len != 1:
@@ -95,13 +112,14 @@ def _dbias(problem: Problem, operands: Operands, out: Array, lse: Array, dout: A
         return _sum_to(by_row, problem.bias_shape).astype(problem.bias_dtype)
     block_q = backward_bias.BLOCK_Q[_padded_head_dim(problem)]
     block_kv = backward_bias.BLOCK_KV
-    inputs = _inputs(problem, operands, out, lse, dout, dlse, block_q, block_kv)
+    inputs = _inputs(problem, operands, rows, block_q, block_kv)
     kinds = None
     if inputs.q_lo is not None:
         kinds = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2).astype(jnp.int32)
     unused = ("ranges", "lists", "kinds", "seen", "unseen_tiles", "empty_tiles")
-    by_key = backward_bias.cells(problem, inputs._replace(**dict.fromkeys(unused)), kinds)
-    return _sum_to(by_key[:, :, : problem.kv_len, : problem.q_len].swapaxes(2, 3), problem.bias_shape).astype(problem.bias_dtype)
+    cells = backward_bias.cells(problem, inputs._replace(**dict.fromkeys(unused)), kinds)
+    cells = cells if is_copied(operands.bias) else cells.swapaxes(2, 3)
+    return _sum_to(cells[:, :, : problem.q_len, : problem.kv_len], problem.bias_shape).astype(problem.bias_dtype)
 
 
 def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
@@ -109,27 +127,37 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     return x.sum(tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
 
 
-def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, block_q: int, block_kv: int) -> Inputs:
+def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Rows:
+    q_pad = schedule.num_tiles(problem.q_len, _ROWS) * _ROWS
+    query, dout = (_wide(x, _padded_head_dim(problem)) for x in (operands.query, dout))
+    out = _wide(out, schedule.num_tiles(problem.v_head_dim, backward_rows.COLUMNS) * backward_rows.COLUMNS)
+    by_row = lambda x, fill: pad(x.transpose(0, 2, 1), {2: q_pad}, fill)
+    pivot, delta, dq = backward_rows.prepare(out, dout, by_row(lse, -jnp.inf), query.shape)
+    delta -= by_row(dlse, 0)
+    empty = lse.transpose(0, 2, 1) == -jnp.inf
+    if _may_have_empty_rows(problem) or problem.bias_shape is not None:
+        delta = jnp.where(pivot == jnp.inf, 0, delta)
+    return Rows(query, dout, pivot, delta, empty, dq)
+
+
+def _wide(x: Array, columns: int) -> Array:
+    """`[batch, len, heads, head_dim]` as the copy engine takes it, with that many columns."""
+    return pad(x, {1: schedule.num_tiles(x.shape[1], ROW_TILE) * ROW_TILE, 3: columns})
+
+
+def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, block_kv: int) -> Inputs:
     mask, head_dim = operands.mask, _padded_head_dim(problem)
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
     kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
-    # As an einsum, apart from what follows: XLA fuses a sum and a transpose into one kernel that reads with stride.
-    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(jnp.float32), dout.astype(jnp.float32))
-    delta = jax.lax.optimization_barrier(delta) - dlse.transpose(0, 2, 1)
-    empty = lse.transpose(0, 2, 1) == -jnp.inf  # [batch, num_heads, q_len]
-    if _may_have_empty_rows(problem) or problem.bias_shape is not None:
-        delta = jnp.where(empty, 0, delta)
-    by_rows = lambda x, fill: pad(x, {2: q_pad}, fill)
-    wide = lambda x: pad(x, {1: -(-x.shape[1] // ROW_TILE) * ROW_TILE, 3: head_dim})
     inputs = Inputs(
-        query=wide(operands.query),
-        key=wide(operands.key),
-        value=wide(operands.value),
-        dout=wide(dout),
-        pivot=by_rows(lse_pivot(lse.transpose(0, 2, 1)), jnp.inf),
-        delta=by_rows(delta, 0),
+        query=rows.query,
+        key=_wide(operands.key, head_dim),
+        value=_wide(operands.value, head_dim),
+        dout=rows.dout,
+        pivot=rows.pivot[:, :, :q_pad],
+        delta=rows.delta[:, :, :q_pad],
         scale=operands.scale,
-        bias=None if operands.bias is None else _elements(operands.bias, q_pad, kv_pad),
+        bias=_bias(operands.bias, q_pad, kv_pad),
         row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
     )
     if problem.mask.hides_nothing and kv_pad == problem.kv_len:
@@ -141,7 +169,7 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
     if _may_have_empty_rows(problem):
-        inputs = inputs._replace(empty_tiles=tiles_with(pad(empty, {2: q_pad}), block_q))
+        inputs = inputs._replace(empty_tiles=tiles_with(pad(rows.empty, {2: q_pad}), block_q))
     seen = seen_keys(problem, operands)
     if seen is not None:
         unseen = tiles_with(pad(~seen, {1: kv_pad}), block_kv)
@@ -163,10 +191,16 @@ def _inputs(problem: Problem, operands: Operands, out: Array, lse: Array, dout: 
             for n, sizes in enumerate(problem.mask.block_sizes)
             if sizes[0] % block_q or sizes[1] % block_kv
         },
-        q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad}),
+        q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad})[:, None],
         kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(_elements(x.astype(jnp.int32), q_pad, kv_pad) for x in mask.dense),
     )
+
+
+def _bias(bias: Array | None, q_pad: int, kv_pad: int) -> Array | None:
+    if bias is None:
+        return None
+    return pad(bias, {2: q_pad, 3: kv_pad}) if is_copied(bias) else _elements(bias, q_pad, kv_pad)
 
 
 def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:

@@ -1,12 +1,13 @@
 """Gradient of the bias in its own shape: cotangents of the logits, summed over the axes that the bias shares, in a fixed order.
 
-A second pass with two of the backward's products. A block of threads, one warpgroup, owns a cell of the gradient, `[64, block_q]`,
-keys as rows, and walks what is added up in it:
+A second pass with two of the backward's products. A block of threads owns a cell of the gradient, 128 keys as rows, 64 for each of its
+two warpgroups, and walks what is added up in it:
 
     S = K Q^T    P = exp2(logits(S) - lse)    dP = V dO^T    sum += P (dP - delta)      [64, block_q] in registers, float32
 
-While one product is at work the tiles of the other are copied; two blocks share a multiprocessor. A bias that is the same for all
-queries is summed over q tiles here and over batch and heads afterwards: `[batch, num_heads, kv_len]` in float32.
+It runs at the speed of the second-level cache, whence all four tiles come in each step: tiles are copied anew as soon as their product
+is there, and the two products come one after the other, which spares registers. The cell's own bias is copied once. A bias that is
+the same for all queries is summed over q tiles here and over batch and heads afterwards: `[batch, num_heads, kv_len]` in float32.
 """
 
 import jax
@@ -15,17 +16,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import KEYS, Inputs, ScoreTile, opaque_zero
+from flash_jax.backends.hopper import pipeline
+from flash_jax.backends.hopper.backward_tile import (
+    KEYS,
+    WARPGROUPS,
+    BiasTile,
+    Inputs,
+    ScoreTile,
+    bias_scratch,
+    is_copied,
+    opaque_zero,
+    store,
+)
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY, num_tiles
 
-BLOCK_KV = WARPGROUP_ROWS
+BLOCK_KV = WARPGROUP_ROWS * WARPGROUPS
 BLOCK_Q = {64: 128, 128: 128, 256: 64}  # by head_dim
 
 
 def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
-    """Sums of the cotangents of the logits, `[1 | batch, 1 | num_heads, kv_pad, 1 | q_pad]`.
+    """Sums of the cotangents of the logits, `[1 | batch, 1 | num_heads, kv_pad, 1 | q_pad]`; `[.., .., q_pad, kv_pad]` of a copied bias.
 
     Axes that the bias shares are summed over, but batch and heads are not where the bias is the same for all queries.
     kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]` of `schedule`, or None where all tiles are visible.
@@ -39,14 +51,21 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
     steps = tuple(n // m for n, m in zip(whole, own, strict=True))
     num_steps = steps[0] * steps[1] * steps[2]
     out_dtype = problem.bias_dtype if by_query and problem.bias_dtype.itemsize == 2 else jnp.float32
+    by_key = (num_kv_tiles * BLOCK_KV, q_pad if by_query else 1)
     leaves, tree = jax.tree.flatten((inputs, kinds))
 
-    def body(*refs, k_s, q_s, pivot_s, v_s, dout_s, delta_s, scores_bar, dp_bar):
+    def body(*refs, k_s, q_s, pivot_s, v_s, dout_s, delta_s, scores_bar, dp_bar, scores_free_bar, dp_free_bar, bias_s=None, bias_bar=None):
         *input_refs, out_g = refs
         g, kinds_g = jax.tree.unflatten(tree, input_refs)
         block = lax.axis_index("block")
         kv_tile, cell = lax.rem(block, num_kv_tiles), _split(lax.div(block, num_kv_tiles), own)
         keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
+        wg = lax.axis_index("wg")
+        mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        key_start = kv_tile * BLOCK_KV + wg * WARPGROUP_ROWS
+        my_keys = pl.ds(key_start, WARPGROUP_ROWS)
+
+        own_bias = None if bias_s is None else BiasTile(bias_s.at[wg], bias_bar.at[wg], key_start, cell[0])
 
         def at(step):
             """Batch entry, query head, q tile."""
@@ -71,57 +90,73 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             plgpu.copy_gmem_to_smem(numbers_g.at[b, head, queries], numbers_s, barrier)
 
         def load_for_scores(step):
-            pl.when(step < num_steps)(lambda: load(step, g.key, g.query, g.pivot, k_s, q_s, pivot_s, scores_bar))
+            load(step, g.key, g.query, g.pivot, k_s, q_s, pivot_s, scores_bar)
 
         def load_for_dp(step):
-            pl.when(step < num_steps)(lambda: load(step, g.value, g.dout, g.delta, v_s, dout_s, delta_s, dp_bar))
+            load(step, g.value, g.dout, g.delta, v_s, dout_s, delta_s, dp_bar)
+
+        def reload(load, free_bar, step):
+            """Start a copy to where both warpgroups are done."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(free_bar)
+
+            @pl.when(wg == 0)
+            def _():
+                plgpu.barrier_wait(free_bar)
+                pl.when(step < num_steps)(lambda: load(step))
 
         def one(carry):
             step, total = carry
             b, head, tile = at(step)
             following = next_visible(step + 1)
-            tile_math = ScoreTile(problem, g, rows, b, kv_tile, kv_tile * BLOCK_KV)
+            tile_math = ScoreTile(problem, g, rows, b, kv_tile, key_start)
             zero = opaque_zero(step + kv_tile)
 
-            def products(s_acc, dp_acc):
-                plgpu.barrier_wait(scores_bar)
-                plgpu.wgmma(s_acc, k_s.at[zero], q_s.at[zero].transpose((1, 0)))
-                plgpu.barrier_wait(dp_bar)
-                plgpu.wgmma(dp_acc, v_s.at[zero], dout_s.at[zero].transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p, _ = tile_math.weights(s, pivot_s, head, tile, kinds_g is not None, tile_math.bias(head, tile))
-                plgpu.commit_smem()
-                load_for_scores(following)
-                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                dlogits = tile_math.dscores(p, tile_math.dropout(head, tile)(dp), delta_s)
-                plgpu.commit_smem()
-                load_for_dp(following)
-                return jnp.where(p == 0, 0.0, dlogits)  # what no query sees may be infinite or NaN
-
-            accumulator = plgpu.ACC((BLOCK_KV, rows), jnp.float32)
-            return following, total + pl.run_scoped(products, accumulator, accumulator)
+            plgpu.barrier_wait(scores_bar)
+            s = pipeline.finish_product(pipeline.start_product(k_s.at[zero, mine], q_s.at[zero]), 0)
+            bias = tile_math.bias(head, tile) if own_bias is None else own_bias.read()
+            labels = None if g.q_labels is None else g.q_labels.at[shared(g.q_labels, 0, b), 0, pl.ds(tile * rows, rows)]
+            p, _ = tile_math.weights(s, pivot_s, labels, head, tile, kinds_g is not None, bias)
+            reload(load_for_scores, scores_free_bar, following)
+            plgpu.barrier_wait(dp_bar)
+            dp = pipeline.finish_product(pipeline.start_product(v_s.at[zero, mine], dout_s.at[zero]), 0)
+            dlogits = tile_math.dscores(p, tile_math.dropout(head, tile)(dp), delta_s)
+            reload(load_for_dp, dp_free_bar, following)
+            return following, total + jnp.where(p == 0, 0.0, dlogits)  # what no query sees may be infinite or NaN
 
         first = next_visible(jnp.int32(0))
-        load_for_scores(first)
-        load_for_dp(first)
-        nothing = plgpu.layout_cast(jnp.zeros((BLOCK_KV, rows), jnp.float32), WGMMA)
-        _, total = lax.while_loop(lambda carry: carry[0] < num_steps, one, (first, nothing))
         b, head, tile = cell
-        if by_query:
-            store(out_g.at[b, head, keys, pl.ds(tile * rows, rows)], total.astype(out_dtype))
+
+        @pl.when((wg == 0) & (first < num_steps))
+        def _():
+            load_for_scores(first)
+            load_for_dp(first)
+
+        if own_bias is not None:
+            own_bias.start_load(g.bias, head, tile)
+            plgpu.barrier_wait(own_bias.barrier)
+        nothing = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, rows), jnp.float32), WGMMA)
+        _, total = lax.while_loop(lambda carry: carry[0] < num_steps, one, (first, nothing))
+        if own_bias is not None:
+            own_bias.store(total, out_g, head, tile)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        elif by_query:
+            store(out_g.at[b, head, my_keys, pl.ds(tile * rows, rows)], total.astype(out_dtype))
         else:
-            store(out_g.at[b, head, keys, 0], plgpu.layout_cast(total.sum(axis=1), KEYS))
+            store(out_g.at[b, head, my_keys, 0], plgpu.layout_cast(total.sum(axis=1), KEYS))
 
     matrices = {"k_s": BLOCK_KV, "q_s": rows, "v_s": BLOCK_KV, "dout_s": rows}
     scratch = {name: swizzled((1, length, head_dim), dtype) for name, length in matrices.items()}
     scratch |= {name: plgpu.SMEM((rows,), jnp.float32) for name in ("pivot_s", "delta_s")}
     scratch |= {name: plgpu.Barrier(num_arrivals=3) for name in ("scores_bar", "dp_bar")}
+    scratch |= {name: plgpu.Barrier(num_arrivals=WARPGROUPS) for name in ("scores_free_bar", "dp_free_bar")}
+    scratch |= bias_scratch(inputs.bias, rows, WARPGROUPS)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((own[0], own[1], num_kv_tiles * BLOCK_KV, q_pad if by_query else 1), out_dtype),
+        out_type=jax.ShapeDtypeStruct((*own[:2], *(by_key[::-1] if is_copied(inputs.bias) else by_key)), out_dtype),
         grid=(own[0] * own[1] * own[2] * num_kv_tiles,),
         grid_names=("block",),
-        num_threads=1,
+        num_threads=WARPGROUPS,
         thread_name="wg",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
@@ -130,14 +165,6 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
         kernel_name=f"flash_attention_dbias_d{head_dim}",
     )
     return kernel(*leaves)
-
-
-def store(ref, x) -> None:
-    """To global memory from registers, in sectors that may be partial: JAX 0.12 wants that said, 0.11 has no word for it."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
 
 
 def _split(n, sizes: tuple[int, int, int]):

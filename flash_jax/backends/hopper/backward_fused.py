@@ -23,7 +23,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax.backends.hopper import pipeline
-from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, ScoreTile, Walk, call, meet, opaque_zero, position, slot_of
+from flash_jax.backends.hopper.backward_tile import (
+    WARPGROUPS,
+    BiasTile,
+    Inputs,
+    ScoreTile,
+    Walk,
+    bias_scratch,
+    call,
+    labels_scratch,
+    meet,
+    opaque_zero,
+    position,
+    slot_of,
+)
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, swizzled
 from flash_jax.backends.hopper.turns import Adds
 from flash_jax.problem import Problem
@@ -41,32 +54,55 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
     head_dim, dtype = inputs.query.shape[-1], inputs.query.dtype
     block_q, half_rows = BLOCK_Q[head_dim], head_dim == 64
 
-    def body(g, dq_g, done_g, dk_g, dv_g, *, k_s, v_s, q_s, dout_s, pivot_s, delta_s, ds_s, dq_s, k_bar, v_bar, q_bar, dout_bar, both_bar):
+    def body(
+        g,
+        dq_g,
+        done_g,
+        dk_g,
+        dv_g,
+        *,
+        k_s,
+        v_s,
+        q_s,
+        dout_s,
+        pivot_s,
+        delta_s,
+        ds_s,
+        dq_s,
+        k_bar,
+        v_bar,
+        q_bar,
+        dout_bar,
+        both_bar,
+        labels_s=None,
+        bias_s=None,
+        bias_bar=None,
+    ):
         b, kv_head, kv_tile = position(problem)
         kv_start = kv_tile * BLOCK_KV
-        walk = Walk(problem, g, block_q, b, kv_head, kv_tile, masked_first=not problem.deterministic_backward)
         wg = lax.axis_index("wg")
+
+        def load_keys():
+            keys = pl.ds(kv_start, BLOCK_KV)
+            plgpu.copy_gmem_to_smem(g.key.at[b, keys, kv_head], k_s.at[0], k_bar)
+            plgpu.copy_gmem_to_smem(g.value.at[b, keys, kv_head], v_s.at[0], v_bar)
+
+        pl.when(wg == 0)(load_keys)  # before the walk is looked up
+        walk = Walk(problem, g, block_q, b, kv_head, kv_tile, masked_first=not problem.deterministic_backward)
         mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K and V, columns of dS; columns or rows of dQ
         tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
         adds = Adds(walk, walk.turns, done_g, wg)
 
-        def load_query(i):
-            walk.load(i, g.query, g.pivot, q_s, pivot_s, q_bar)
-
-        def load_dout(i):
-            walk.load(i, g.dout, g.delta, dout_s, delta_s, dout_bar)
-
         def load(i):
-            load_query(i)
-            load_dout(i)
+            labels = () if labels_s is None else ((g.q_labels, labels_s),)
+            walk.load(i, q_bar, g.query, q_s, ((g.pivot, pivot_s), *labels))
+            walk.load(i, dout_bar, g.dout, dout_s, ((g.delta, delta_s),))
 
-        def start_copies():
-            keys = pl.ds(kv_start, BLOCK_KV)
-            plgpu.copy_gmem_to_smem(g.key.at[b, keys, kv_head], k_s.at[0], k_bar)
-            pl.when(walk.steps > 0)(lambda: load_query(0))
-            plgpu.copy_gmem_to_smem(g.value.at[b, keys, kv_head], v_s.at[0], v_bar)
-            pl.when(walk.steps > 0)(lambda: load_dout(0))
-            pl.when(walk.steps > 1)(lambda: load(1))
+        copied_bias = None if bias_s is None else BiasTile(bias_s.at[wg], bias_bar.at[wg], kv_start + wg * WARPGROUP_ROWS, b)
+
+        def load_bias(i):
+            if copied_bias is not None:
+                pl.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
 
         def zero(i):
             return opaque_zero(i + kv_tile)
@@ -74,7 +110,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def step(dk_acc, dv_acc, i, partial: bool):
             slot = slot_of(i, q_s)
             head, tile = walk(i)
-            bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
+            bias = tile_math.bias(head, tile) if copied_bias is None else None
+            drop = tile_math.dropout(head, tile)
             plgpu.barrier_wait(q_bar.at[slot])
             clean = partial and g.empty_tiles is not None
             if clean:
@@ -90,7 +127,9 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             if not clean:
                 plgpu.barrier_wait(dout_bar.at[slot])
             dp = pipeline.start_product(v_s.at[zero(i), mine], dout_s.at[slot])
-            p, weight = tile_math.weights(pipeline.finish_product(s, 1), pivot_s.at[slot], head, tile, partial, bias)
+            s = pipeline.finish_product(s, 1)
+            bias = bias if copied_bias is None else copied_bias.await_load()
+            p, weight = tile_math.weights(s, pivot_s.at[slot], None if labels_s is None else labels_s.at[slot], head, tile, partial, bias)
             p16 = drop(p).astype(dtype)
             dp = drop(pipeline.finish_product(dp, 0))
             ds16 = tile_math.dscores(weight, dp, delta_s.at[slot]).astype(dtype)
@@ -99,6 +138,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
             meet(both_bar)
             pl.when((wg == 0) & (i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
+            load_bias(i + 1)
             seen = adds.pass_on(i)
 
             def query_gradient(dq_acc):
@@ -132,7 +172,9 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             walk.for_each(functools.partial(step, dk_acc, dv_acc))
             return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
-        pl.when(wg == 0)(start_copies)
+        for i in range(STAGES):
+            pl.when((wg == 0) & (walk.steps > i))(functools.partial(load, i))
+        load_bias(0)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(run, accumulator, accumulator)
         adds.end()
@@ -144,7 +186,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     per_query = plgpu.SMEM((STAGES, block_q), jnp.float32)
     scratch = {
@@ -158,8 +200,9 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         "dq_s": swizzled((WARPGROUPS, WARPGROUP_ROWS, 64), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),
-        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "q_bar": plgpu.Barrier(num_arrivals=2 + (inputs.q_labels is not None), num_barriers=STAGES),
         "dout_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
+    scratch |= labels_scratch(inputs, STAGES, block_q) | bias_scratch(inputs.bias, block_q, WARPGROUPS)
     return call(body, problem, inputs, BLOCK_KV, scratch, dq, done)

@@ -7,7 +7,8 @@ A block of threads owns 64 keys. For each query tile of 64:
     warpgroup 1:  dP = V dO^T, dS = P (dP - delta) -> shared,   dK += dS Q,  dQ = dS^T K, second half
 
 Warpgroup 1 reads P, and dS is made from it, in the input dtype. One buffer each is enough: each side waits for the other's
-before it writes its next. Warpgroup 0 starts the copies: dS of tile i says that warpgroup 1 is done with query tile i - 1 and
+before it writes its next. Warpgroup 0 starts S of tile i + 1 before it is done with dQ of tile i, so that P is there when warpgroup 1 comes
+to ask for it. It also starts the copies: warpgroup 1 says when it is done with query tile i - 1, and by dS of tile i that it is
 with dO of tile i.
 """
 
@@ -17,7 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, ScoreTile, Walk, call, meet, opaque_zero, position, slot_of
+from flash_jax.backends.hopper import pipeline
+from flash_jax.backends.hopper.backward_tile import (
+    WARPGROUPS,
+    BiasTile,
+    Inputs,
+    ScoreTile,
+    Walk,
+    bias_scratch,
+    call,
+    labels_scratch,
+    meet,
+    opaque_zero,
+    position,
+    slot_of,
+)
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, swizzled
 from flash_jax.backends.hopper.turns import Adds
 from flash_jax.problem import Problem
@@ -56,17 +71,22 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         dout_bar,
         p_bar,
         ds_bar,
+        q_free_bar,
         both_bar,
+        labels_s=None,
+        bias_s=None,
+        bias_bar=None,
     ):
         b, kv_head, kv_tile = position(problem)
         keys = pl.ds(kv_tile * BLOCK_KV, BLOCK_KV)
         walk = Walk(problem, g, BLOCK_Q, b, kv_head, kv_tile)
 
         def load_query(i):
-            walk.load(i, g.query, g.pivot, q_s, pivot_s, q_bar)
+            labels = () if labels_s is None else ((g.q_labels, labels_s),)
+            walk.load(i, q_bar, g.query, q_s, ((g.pivot, pivot_s), *labels))
 
         def load_dout(i):
-            walk.load(i, g.dout, g.delta, dout_s, delta_s, dout_bar)
+            walk.load(i, dout_bar, g.dout, dout_s, ((g.delta, delta_s),))
 
         def zero(i):
             return opaque_zero(i + kv_tile)
@@ -88,7 +108,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             staging[...] = gradient.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging, out.at[b, keys, kv_head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def clean_keys(matrix):
             if g.unseen_tiles is not None:
@@ -99,14 +119,16 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     meet(both_bar)
 
         def clean_queries(i, matrix):
-            head, tile = walk(i)
-
-            @pl.when(tile_math.has_empty_rows(head, tile))
+            @pl.when(tile_math.has_empty_rows(*walk(i)))
             def _():
                 tile_math.keep_queries(matrix, pivot_s.at[slot_of(i, q_s)])
-                meet(both_bar)
+                plgpu.commit_smem()
 
-        scores = plgpu.ACC((WARPGROUP_ROWS, BLOCK_Q), jnp.float32)
+        def meet_where_cleaned(i):
+            """Each warpgroup cleans what its first product of the step reads; the other reads it too, later."""
+            if g.empty_tiles is not None:
+                pl.when(tile_math.has_empty_rows(*walk(i)))(lambda: meet(both_bar))
+
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
         tile_math = ScoreTile(problem, g, BLOCK_Q, b, kv_tile, kv_tile * BLOCK_KV)
 
@@ -120,46 +142,70 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
             adds = Adds(walk, walk.turns, done_g, wg=0)
 
+            copied_bias = None if bias_s is None else BiasTile(bias_s.at[0], bias_bar.at[0], kv_tile * BLOCK_KV, b)
+
+            def load_bias(i):
+                if copied_bias is not None:
+                    pl.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
+
+            def start_scores(i):
+                """Call once Q of step i is there."""
+                return pipeline.start_product(k_s.at[zero(i)], q_s.at[slot_of(i, q_s)])
+
+            def await_query(i):
+                plgpu.barrier_wait(q_bar.at[slot_of(i, q_s)])
+                if g.empty_tiles is not None:
+                    clean_queries(i, q_s.at[slot_of(i, q_s)])
+
             def run(dv_acc):
                 plgpu.barrier_wait(k_bar)
                 clean_keys(k_s)
 
-                def step(i, partial: bool):
+                def step(i, s):
                     slot = slot_of(i, q_s)
                     head, tile = walk(i)
-                    bias, drop = tile_math.bias(head, tile), tile_math.dropout(head, tile)
-                    plgpu.barrier_wait(q_bar.at[slot])
-                    clean = partial and g.empty_tiles is not None
-                    if clean:
-                        clean_queries(i, q_s.at[slot])
-
-                    def probabilities(s_acc):
-                        plgpu.wgmma(s_acc, k_s.at[zero(i)], q_s.at[slot].transpose((1, 0)))
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                        p, weight = tile_math.weights(s, pivot_s.at[slot], head, tile, partial, bias)
-                        return drop(p).astype(dtype), weight.astype(dtype)
-
-                    p16, weight16 = pl.run_scoped(probabilities, scores)
-                    p_s[...] = weight16
+                    bias = tile_math.bias(head, tile) if copied_bias is None else copied_bias.await_load()
+                    drop = tile_math.dropout(head, tile)
+                    partial = walk.full_end is not None and jnp.logical_not(walk.is_full(i))
+                    p, weight = tile_math.weights(
+                        s, pivot_s.at[slot], None if labels_s is None else labels_s.at[slot], head, tile, partial, bias
+                    )
+                    p16 = drop(p).astype(dtype)
+                    p_s[...] = weight.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_bar)
+                    load_bias(i + 1)
+
+                    @pl.when((i > 0) & (i + 1 < walk.steps))
+                    def _():
+                        plgpu.barrier_wait(q_free_bar)
+                        load_query(i + 1)
+
                     plgpu.barrier_wait(dout_bar)
+                    meet_where_cleaned(i)
                     plgpu.wgmma(dv_acc, p16, dout_s.at[0])
                     plgpu.barrier_wait(ds_bar)
-                    pl.when((i > 0) & (i + 1 < walk.steps))(lambda: load_query(i + 1))
                     seen = adds.pass_on(i)
-                    for chunk in range(_HALF // _CHUNK):
 
-                        def query_gradient(dq_acc, chunk=chunk):
-                            plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(0, chunk)])
-                            if chunk == 0:
-                                plgpu.wgmma_wait(1)
-                                pl.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
-                            add_dq(adds, seen, i, chunk, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
+                    def first_chunk(dq_acc):
+                        plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(0, 0)])
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                        pl.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
+                        add_dq(adds, seen, i, 0, dq)
 
-                        pl.run_scoped(query_gradient, dq_chunk)
+                    def second_chunk(dq_acc):
+                        plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(0, 1)])
+                        pl.when(i + 1 < walk.steps)(lambda: await_query(i + 1))
+                        s = start_scores(i + 1)  # after the last step of whatever is there
+                        add_dq(adds, seen, i, 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1))
+                        return s
 
-                walk.for_each(step)
+                    pl.run_scoped(first_chunk, dq_chunk)
+                    return pipeline.finish_product(pl.run_scoped(second_chunk, dq_chunk), 0)
+
+                load_bias(0)
+                pl.when(walk.steps > 0)(lambda: await_query(0))
+                lax.fori_loop(0, walk.steps, step, pipeline.finish_product(start_scores(0), 0))
                 return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
             dv = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
@@ -169,6 +215,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
         @pl.when(lax.axis_index("wg") == 1)
         def _scores_gradient():
+            scores = plgpu.ACC((WARPGROUP_ROWS, BLOCK_Q), jnp.float32)
             adds = Adds(walk, walk.turns, done_g, wg=1)
 
             def run(dk_acc):
@@ -176,15 +223,15 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                 plgpu.barrier_wait(k_bar)
                 clean_keys(v_s)
 
-                def step(i, partial: bool):
+                def step(i, _):
                     slot = slot_of(i, q_s)
                     head, tile = walk(i)
                     drop = tile_math.dropout(head, tile)
                     plgpu.barrier_wait(dout_bar)
-                    clean = partial and g.empty_tiles is not None
-                    if clean:
+                    if g.empty_tiles is not None:
                         plgpu.barrier_wait(q_bar.at[slot])
                         clean_queries(i, dout_s.at[0])
+                        meet_where_cleaned(i)
 
                     def scores_gradient(dp_acc):
                         plgpu.wgmma(dp_acc, v_s.at[zero(i)], dout_s.at[0].transpose((1, 0)))
@@ -197,7 +244,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     ds_s[...] = ds16
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_bar)
-                    if not clean:
+                    if g.empty_tiles is None:
                         plgpu.barrier_wait(q_bar.at[slot])
                     plgpu.barrier_wait(ds_bar)
                     seen = adds.pass_on(i)
@@ -211,8 +258,9 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
                         pl.run_scoped(query_gradient, dq_chunk)
                     plgpu.wgmma_wait(0)
+                    pl.when(i + 2 < walk.steps)(lambda: plgpu.barrier_arrive(q_free_bar))
 
-                walk.for_each(step, masks=g.empty_tiles is not None)  # else one code for all tiles: P is 0 where nothing is visible
+                lax.fori_loop(0, walk.steps, step, None)  # one code for all tiles: P is 0 where nothing is visible
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
 
             dk = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
@@ -232,10 +280,12 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         "dq_s": swizzled((WARPGROUPS, BLOCK_Q, _CHUNK), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),
-        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "q_bar": plgpu.Barrier(num_arrivals=2 + (inputs.q_labels is not None), num_barriers=STAGES),
         "dout_bar": plgpu.Barrier(num_arrivals=2),
         "p_bar": plgpu.Barrier(),
         "ds_bar": plgpu.Barrier(),
+        "q_free_bar": plgpu.Barrier(),
         "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
+    scratch |= labels_scratch(inputs, STAGES, BLOCK_Q) | bias_scratch(inputs.bias, BLOCK_Q, 1)
     return call(body, problem, inputs, BLOCK_KV, scratch, dq, done)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout
 from flash_jax.backends.hopper import blocks, functions, pipeline
-from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared
+from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.logits import dscores, logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
@@ -39,9 +39,9 @@ class Inputs(NamedTuple):
       a key that none sees; None where every key is seen.
     empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
     q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
-    q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
+    q_labels, kv_labels: int32 `[1 | batch, 1, q_pad]`, `[1 | batch, kv_pad]`.
     dense: int32 or int8 `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`, nonzero = visible.
-    bias: `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`.
+    bias: `[1 | batch, 1 | num_heads, 1 | kv_pad, 1 | q_pad]`; `[.., .., q_pad, kv_pad]` where it is copied (`is_copied`).
     row_keys: uint32 `[1 | batch, 1 | num_heads, q_pad]`.
     functions: operands of each mask function, `[1 | batch, len]`, see `functions.as_words`; batch_ids: int32 `[batch]`, what it sees.
     blocks: by number of a block map whose blocks are not whole tiles, `blocks.as_bits` of its transpose.
@@ -148,13 +148,17 @@ class Walk:
         tile = self.begin + n
         return (tile >= self.full_begin) & (tile < self.full_end)
 
-    def load(self, i, matrix, row, matrix_s, row_s, barrier) -> None:
-        """Start copying what step i reads of `[batch, q_len, heads, head_dim]` and `[batch, heads, q_pad]` to its slot in shared memory."""
+    def load(self, i, barrier, matrix, matrix_s, numbers: tuple) -> None:
+        """Start copying what step i reads to its slot in shared memory.
+
+        matrix: `[batch, q_len, heads, head_dim]`. numbers: pairs of `[1 | batch, 1 | heads, q_pad]` and where its tiles go.
+        """
         head, tile = self(i)
         slot, rows = slot_of(i, matrix_s), pl.ds(tile * self.block_q, self.block_q)
         barrier = barrier if matrix_s.shape[0] == 1 else barrier.at[slot]
         plgpu.copy_gmem_to_smem(matrix.at[self.b, rows, head], matrix_s.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(row.at[self.b, head, rows], row_s.at[slot], barrier)
+        for row, row_s in numbers:
+            plgpu.copy_gmem_to_smem(row.at[shared(row, 0, self.b), shared(row, 1, head), rows], row_s.at[slot], barrier)
 
     def for_each(self, step, masks: bool = True) -> None:
         """Run `step(i, partial)`, partial being static; never True where `masks` is not."""
@@ -186,6 +190,14 @@ def meet(barrier) -> None:
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def store(ref, x) -> None:
+    """To global memory from registers, in sectors that may be partial: JAX 0.12 wants that said, 0.11 has no word for it."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 class ScoreTile:
@@ -255,14 +267,18 @@ class ScoreTile:
             return None
         return self._elements(self.refs.bias, head, tile * self.block_q).astype(jnp.float32)
 
-    def weights(self, qk, pivot, head, tile, partial: bool, bias=None):
+    def weights(self, qk, pivot, q_labels, head, tile, partial, bias=None):
         """`(p, weight)`: probabilities, and the same times the derivative of the soft cap.
 
-        pivot: reference to the base-2 lse of the tile's queries.
+        pivot, q_labels: references to the base-2 lse and the labels of the tile's queries. partial: whether the tile needs a mask, a
+        boolean known now or not.
         """
         s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2)
-        if partial:
-            s = self._visible(s, head, tile)
+        visible = lambda s: self._visible(s, q_labels, head, tile)
+        if isinstance(partial, jax.Array):
+            s = lax.cond(partial, visible, lambda s: s, s)
+        elif partial:
+            s = visible(s)
         p = probs_from_lse(s, pivot, self.queries)
         return p, dscores(p, tanh)
 
@@ -281,14 +297,12 @@ class ScoreTile:
         kept = dropout.keep(row_keys, kv_ids, rate)
         return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
 
-    def _visible(self, s, head, tile):
+    def _visible(self, s, q_labels, head, tile):
         start = tile * self.block_q
         if self.q_lo is not None:
             s = pipeline.keep_interval(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
         if self.kv_labels is not None:
-            ref = self.refs.q_labels
-            q_labels = self.queries(ref.at[shared(ref, 0, self.b), pl.ds(start, self.block_q)])
-            s = jnp.where(q_labels == self._beside_keys(self.kv_labels), s, -jnp.inf)
+            s = jnp.where(self.queries(q_labels) == self._beside_keys(self.kv_labels), s, -jnp.inf)
         if self.refs.kinds is not None:
             kind = self.refs.kinds.at[shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
             s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
@@ -323,6 +337,54 @@ class ScoreTile:
         batch = self.refs.batch_ids[shared(self.refs.batch_ids, 0, self.b)]
         operands = map(read, function.kinds, refs)
         return functions.evaluate(function, q_ids.shape, batch, head, q_ids, kv_ids, *operands)
+
+
+def is_copied(bias) -> bool:
+    """Whether the copy engine brings tiles of the bias to shared memory: of what has two bytes for each score."""
+    return bias is not None and 1 not in bias.shape[2:] and bias.dtype.itemsize == 2
+
+
+class BiasTile:
+    """Tiles of a bias that is copied, `[64 keys, block_q]`, the keys those of one warpgroup.
+
+    tile_s: `[block_q, 64]` in shared memory, see `bias_scratch`. cells: `[1 | batch, 1 | num_heads, q_pad, kv_pad]` in global memory.
+    """
+
+    def __init__(self, tile_s, barrier, key_start, b):
+        self.tile_s, self.barrier, self.b, self.keys = tile_s, barrier, b, pl.ds(key_start, WARPGROUP_ROWS)
+
+    def _cells(self, cells, head, tile):
+        block_q = self.tile_s.shape[0]
+        return cells.at[shared(cells, 0, self.b), shared(cells, 1, head), pl.ds(tile * block_q, block_q), self.keys]
+
+    def start_load(self, cells, head, tile) -> None:
+        plgpu.copy_gmem_to_smem(self._cells(cells, head, tile), self.tile_s, self.barrier)
+
+    def await_load(self) -> jax.Array:
+        plgpu.barrier_wait(self.barrier)
+        return self.read()
+
+    def read(self) -> jax.Array:
+        return plgpu.load(self.tile_s.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
+
+    def store(self, x: jax.Array, cells, head, tile) -> None:
+        """Put x there, by way of the shared memory."""
+        self.tile_s.transpose((1, 0))[...] = x.astype(self.tile_s.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.tile_s, self._cells(cells, head, tile))
+
+
+def labels_scratch(inputs: Inputs, stages: int, block_q: int) -> dict:
+    """`labels_s` of a kernel, for the labels of query tiles; empty where there are none."""
+    return {} if inputs.q_labels is None else {"labels_s": plgpu.SMEM((stages, block_q), jnp.int32)}
+
+
+def bias_scratch(bias, block_q: int, warpgroups: int) -> dict:
+    """`bias_s` and `bias_bar` of a kernel, for that many warpgroups; empty where the bias is not copied."""
+    if not is_copied(bias):
+        return {}
+    tiles = swizzled((warpgroups, block_q, WARPGROUP_ROWS), bias.dtype)
+    return {"bias_s": tiles, "bias_bar": plgpu.Barrier(num_barriers=warpgroups)}
 
 
 def keep_rows(ref, kept) -> None:

@@ -65,8 +65,8 @@ class Adds:
 
     def end(self) -> None:
         """Call after the last step."""
-        plgpu.wait_smem_to_gmem(0)
         if self.done is not None:
+            plgpu.wait_smem_to_gmem(0)
             pl.when(self.walk.steps > 0)(lambda: increment(self._count(self.walk.steps - 1)))
 
 
