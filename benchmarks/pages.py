@@ -20,10 +20,12 @@ import training as steps
 from paper import table
 
 from flash_jax import Mask, io_model
+from flash_jax.backends.tpu import Tiles, edge
 from flash_jax.bench import report
 from flash_jax.bench.measure import PHASES, geometric_mean
 from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import BLOCK, Row
+from flash_jax.visibility import RowRule
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,7 +35,7 @@ This page is written by `benchmarks/pages.py` from the files under `benchmarks/r
 the date, the command, the device, driver, clocks and versions. Every result was compared with the dense definition before it was timed. The
 sides of a row take turns in one process; a ratio is the median of the ratios of neighbouring samples, above 1.00 where flash_jax is faster.
 A **tie** is a median of 0.97 at least whose p10 to p90 contains 1.00. Times are wall times of compiled calls; TFLOP/s count visible
-scores, and a backward as 2.5 forwards. No TPU was measured; `tpu_simulated_*.md` there has simulated cycles.
+scores, and a backward as 2.5 forwards. No TPU was measured: of its kernels there are [simulated cycles](#tpu-simulated-cycles).
 """
 
 
@@ -193,6 +195,60 @@ def curves(results: dict) -> str:
 PEERS = {"jax.nn:cudnn": "cuDNN through `jax.nn`", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4's kernels"}
 
 
+TPU_BYTES = {"v5e": 546, "v6e": 937}  # of HBM a cycle
+KEYS_BYTES = 2 * 2 * 8192 * 128  # keys and values of the simulated head, bfloat16
+
+
+def simulated(results: dict) -> str:
+    """Cycles of the TPU kernels beside the best of splash's, and of masks that skip, by score."""
+    best, lines = {}, []
+    for row in results["rows"]:
+        key = (row["generation"], row["mask"], row["phase"], row["who"])
+        if "kernel" in row and row["kernel"] < best.get(key, row | {"kernel": float("inf")})["kernel"]:
+            best[key] = row
+    cycles = lambda row, name: f"{row[name]:,}" if row.get(name) else ""
+    for (*case, who), row in best.items():
+        if who == "ours":
+            other = best.get((*case, "splash"), {})
+            ratio = lambda name, row=row, other=other: f"{row[name] / other[name]:.3f}" if row[name] and other.get(name) else ""
+            sizes = [row["tiles"], cycles(row, "kernel"), cycles(row, "with_xla_ops"), row["mxu_percent"]]
+            lines.append([" ".join(case), *sizes, other.get("tiles", ""), cycles(other, "kernel"), ratio("kernel"), ratio("with_xla_ops")])
+    ratios = []
+    for mask in ("window", "packed"):
+        for phase in PHASES:
+            pair = [(g, best.get((g, mask, phase, "ours")), best.get((g, "full", phase, "ours"))) for g in TPU_BYTES]
+            ratios.append([f"{mask} {phase}", *(f"{by_score(*x, phase):.2f}" if x[1] and x[2] else "" for x in pair)])
+    heads = ["", "ours", "kernel", "with XLA's", "MXU %", "splash", "kernel", "ratio", "ratio with XLA's"]
+    return f"""{results["title"]} Command: `{results["command"]}`. A ratio
+below 1.000 is fewer cycles than the best of two or three tilings of splash attention, jax's own kernel for TPUs; differences under 5 % mean
+nothing. Tiles of ours: rows, keys, tiles a turn, pieces, rows of a band.
+
+{table(heads, lines)}
+
+Cycles of the kernel per visited score over those of the full mask, the load of the keys and values (backward: and the store of their
+gradients) left out by bytes and bandwidth: 1.00 is cycles in proportion to what is visited.
+
+{table(["", *TPU_BYTES], ratios)}
+
+[Experiments](dev/experiments_tpu.md) has what was tried, and what the rest of each gap is made of."""
+
+
+def by_score(generation: str, row: dict, full: dict, phase: str) -> float:
+    """Cycles of a visited score over those of one of the full mask."""
+    outside = KEYS_BYTES * (2 if phase == "backward" else 1) / TPU_BYTES[generation]
+    return (row["kernel"] - outside) / visited(row["mask"], row["tiles"]) / ((full["kernel"] - outside) / 8192**2)
+
+
+def visited(mask: str, tiling: str) -> int:
+    """Scores of the steps that a window of 1024, or documents of 1024 whose tiles are no larger, take of 8192 tokens."""
+    block_q, block_kv, *others = map(int, tiling.split("/"))
+    tiles = Tiles(block_q, block_kv, 8192, *others)
+    at_edge = edge.edge(RowRule(8192, left=1023 if mask == "window" else None, right=0), 8192, tiles, mask == "packed")
+    assert at_edge is not None
+    of = lambda steps: sum(step.width for step in steps if step) * tiles.block_q // tiles.pieces
+    return of(at_edge.head) * at_edge.turn + of(at_edge.steps) * (8192 // tiles.block_q - at_edge.turn)
+
+
 def speed(results: dict) -> str:
     """Ratios to each peer: the geometric mean over the rows, and the lowest."""
     ours = [record["sides"]["flash_jax"] for record in results["rows"]]
@@ -221,6 +277,8 @@ def results_page(files: dict[str, dict]) -> str:
         text += ["## Sequences of different lengths\n", batched_lengths(files["cpu_batched_lengths"]), ""]
     if "h200_first_call" in files:
         text += ["## Before the first call\n", first_calls(files["h200_first_call"]), ""]
+    if "tpu_simulated" in files:
+        text += ["## TPU: simulated cycles\n", simulated(files["tpu_simulated"]), ""]
     if "h200_training" in files:
         text += ["## Training steps\n", training(files["h200_training"]), ""]
     if "h200_loss_curves" in files:

@@ -3,7 +3,7 @@
     python benchmarks/tpu_static.py                        the table on v5e and v6e; about an hour on one core
     python benchmarks/tpu_static.py --only 'ours.*causal'  some of it
     python benchmarks/tpu_static.py --tiles --only causal  our kernels over candidate tiles
-    python benchmarks/tpu_static.py --generations v5p --save rows.json
+    python benchmarks/tpu_static.py --generations v5p --save rows.json   into a file, in place of what it has of these rows
 
 libtpu compiles each kernel ahead of time and simulates the program bundle by bundle, with stalls and a model of DMA. It needs
 `pip install "jax[tpu]"`. One head is simulated (on v5p two, one a core). Its traps, and what guards against them:
@@ -45,6 +45,7 @@ ENVIRONMENT = {
 HEAD_DIM = 128
 WINDOW, DOCUMENT = 1024, 1024
 SPARSE = {"dense": 1, "half": 2, "quarter": 4, "eighth": 8, "sixteenth": 16}  # one of so many blocks of the map is visible
+COMMAND = "python benchmarks/tpu_static.py --save FILE"
 MASKS = ("full", "causal", "window", "packed", *SPARSE)
 
 
@@ -103,22 +104,29 @@ class Kinds:
         return jnp.where(some, jnp.where(every, schedule.FULL, schedule.PARTIAL), schedule.EMPTY)
 
 
-def by_arithmetic_kinds(mask, function):
-    """`function` with the table of kinds replaced, which in these masks is data."""
-    from flash_jax.backends.tpu import plan
+def as_simulated(mask, function):
+    """`function` without what is not simulated: the table of kinds, where a mask has one, and what values that are not finite take."""
+    import jax
+
+    from flash_jax.backends.tpu import kinds, visit
+
+    def all_finite(condition, branch, _, *operands):
+        return branch(*jax.lax.optimization_barrier((condition, *operands))[1:])
 
     def run(*args):
-        visit, kinds = plan.visit, plan.kinds
-        plan.kinds = lambda problem, tiles, operands: None
-        plan.visit = lambda problem, tiles, ids, first_tile, _, work: visit(
-            problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), work
-        )
+        loops, table, cond = visit.visit, kinds.kinds, jax.lax.cond
+        jax.lax.cond = all_finite
+        if mask not in ("full", "causal", "window"):
+            kinds.kinds = lambda problem, tiles, operands: None
+            visit.visit = lambda problem, tiles, ids, first_tile, _, work: loops(
+                problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), work
+            )
         try:
             return function(*args)
         finally:
-            plan.visit, plan.kinds = visit, kinds
+            visit.visit, kinds.kinds, jax.lax.cond = loops, table, cond
 
-    return function if mask in ("full", "causal", "window") else run
+    return run
 
 
 def ours(generation, heads, tiles=None):
@@ -141,7 +149,7 @@ def ours(generation, heads, tiles=None):
         problem = Problem(1, n, n, heads, heads, HEAD_DIM, HEAD_DIM, np.dtype(jnp.bfloat16), spec, HEAD_DIM**-0.5)
         config = tpu.default_config(problem, device)
         if tiles:
-            tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2], tiles[0] // tiles[3])
+            tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2], tiles[0] // tiles[3], tiles[4])
             config = tpu.Config(tiles, tiles, config.vmem)
 
         def operands(q, k, v):
@@ -157,15 +165,16 @@ def ours(generation, heads, tiles=None):
             return tuple(gradients.values())
 
         x, row = arrays(mask, heads, heads_first=False)
-        chosen = lambda t: f"{t.block_q}/{t.block_kv}/{t.unroll}/{t.pieces}"
+        chosen = lambda t: f"{t.block_q}/{t.block_kv}/{t.unroll}/{t.pieces}/{t.band}"
         return {
-            f"ours forward {mask} {chosen(config.forward)}": (by_arithmetic_kinds(mask, forward), (x, x, x)),
-            f"ours backward {mask} {chosen(config.backward)}": (by_arithmetic_kinds(mask, backward), (x, x, x, x, row, x)),
+            f"ours forward {mask} {chosen(config.forward)}": (as_simulated(mask, forward), (x, x, x)),
+            f"ours backward {mask} {chosen(config.backward)}": (as_simulated(mask, backward), (x, x, x, x, row, x)),
         }
 
     candidates = [None]
     if tiles:
-        candidates = [t for t in itertools.product((512, 1024, 2048), (512, 1024, 2048), (1, 2), (256, 512, 1024)) if t[1] * t[2] <= 2048]
+        sizes = (512, 1024, 2048), (512, 1024, 2048), (1, 2), (256, 512, 1024), (0, 128, 256)
+        candidates = [t for t in itertools.product(*sizes) if t[1] * t[2] <= 2048]
     return {name: case for mask in MASKS for t in candidates if not t or t[3] <= t[0] for name, case in cases(mask, t).items()}
 
 
@@ -310,7 +319,7 @@ def main():
     parser.add_argument("--generations", default="v5e,v6e", help="of v5e, v5p, v6e")
     parser.add_argument("--only", default="", help="regular expression on the names")
     parser.add_argument("--tiles", action="store_true", help="our kernels over candidate tiles")
-    parser.add_argument("--save", help="a JSON file for the rows")
+    parser.add_argument("--save", help="a JSON file for the rows; others that it has stay")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -321,7 +330,7 @@ def main():
     title = f"Simulated cycles, one head of {HEAD_DIM} (v5p: two), bfloat16, length {length('full')}, block maps {length('half')}"
     title = f"{title}; {libtpu_version()}. No TPU was measured."
     print(title, f"{'':50}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}", sep="\n", flush=True)
-    rows = []
+    rows, kept = [], saved(options.save, title)
     for generation in options.generations.split(","):
         if generation not in GENERATIONS:
             parser.error(f"cycles of {generation} are not simulated; choose of {', '.join(GENERATIONS)}.")
@@ -329,11 +338,28 @@ def main():
             if re.search(options.only, name):
                 rows.append(row_of(name, generation, options.tiles))
                 print(line_of(rows[-1], rows), flush=True)
+                kept = [row for row in kept if key(row, options.tiles) != key(rows[-1], options.tiles)] + rows[-1:]
+                if options.save:
+                    with open(options.save, "w") as file:
+                        json.dump({"title": title, "command": COMMAND, "rows": kept}, file, indent=1)
     for line in best_of_each(rows):
         print(line)
-    if options.save:
-        with open(options.save, "w") as file:
-            json.dump({"title": title, "rows": rows}, file, indent=1)
+
+
+def key(row, tiles) -> tuple:
+    """What a row is about: of ours the chosen tiles are no part of it."""
+    return *(row[n] for n in ("generation", "who", "phase", "mask")), row["tiles"] if tiles or row["who"] != "ours" else ""
+
+
+def saved(path, title) -> list:
+    """The rows of a file, which have to be of the same version."""
+    if not path or not os.path.exists(path):
+        return []
+    with open(path) as file:
+        before = json.load(file)
+    if before["title"] != title:
+        raise SystemExit(f"--save: {path} has rows of another version: {before['title']}")
+    return before["rows"]
 
 
 def row_of(name, generation, tiles) -> dict:

@@ -78,6 +78,19 @@ def test_poison_reaches_nothing(name, block_sizes):
         jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
 
 
+@pytest.mark.parametrize("block_sizes", [None, (4, 4)], ids=str)
+def test_a_value_that_is_seen_and_not_finite_changes_no_lse(block_sizes):
+    options = {"is_causal": True, "return_residual": True, "implementation": "xla", "block_sizes": block_sizes}
+    value = ARRAYS["value"].copy()
+    value[0, 3, 1] = np.inf
+    out, lse = flash_attention(ARRAYS["query"], ARRAYS["key"], value, **options)
+    want, want_lse = flash_attention(*(ARRAYS[n] for n in ("query", "key", "value")), **options)
+    np.testing.assert_array_equal(lse, want_lse)
+    assert np.isinf(out[0, 3:, 1]).all()
+    np.testing.assert_array_equal(out[:, :, 0], want[:, :, 0])
+    np.testing.assert_array_equal(out[1], want[1])
+
+
 def test_nan_in_a_bias_that_is_seen_is_no_mask():
     bias = ARRAYS["bias"].copy()
     bias[0, 1, 3, 4] = np.nan

@@ -185,6 +185,20 @@ def test_sequences_of_different_lengths_together_and_apart():
     assert "| 40, 24 | vmap | 500.0 | 1.23 | 1.00 | 1.50 |" in module("pages").batched_lengths(results() | about)
 
 
+def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
+    pages = module("pages")
+    results = json.loads((BENCHMARKS / "results" / "tpu_simulated.json").read_text())
+    text = pages.simulated(results)
+    assert "Simulated cycles" in text
+    assert "libtpu 0." in text
+    # Pieces of 256 rows take 1280 keys each, but the first q tile's own, which have no more than 256, 512, 768 and 1024 before their end.
+    assert pages.visited("window", "1024/512/2/4/128") == 28 * 256 * 1280 + 256 * (256 + 512 + 768 + 1024)
+    assert pages.visited("packed", "1024/512/2/2/128") == 8 * 512 * (512 + 1024)
+    full = {"kernel": 8192**2 + 4 * 2**20 / 546}
+    window = {"mask": "window", "tiles": "1024/512/2/4/128", "kernel": 1.5 * 9830400 + 4 * 2**20 / 546}
+    np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward"), 1.5, rtol=1e-6)
+
+
 def test_results_files_say_where_they_come_from():
     """Measured ones with their device; none with the paths of a machine."""
     for path in (BENCHMARKS / "results").glob("*.json"):

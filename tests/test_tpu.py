@@ -19,7 +19,8 @@ from tpu_support import DEVICE, SLICED, WHOLE, attention, interpreted
 from flash_jax import Mask, api, flash_attention, schedule
 from flash_jax.backends import functions, tpu
 from flash_jax.backends.base import Device
-from flash_jax.backends.tpu import launch, plan
+from flash_jax.backends.tpu import edge, kinds, launch, plan
+from flash_jax.backends.tpu import visit as loops
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.visibility import RowRule
 
@@ -145,30 +146,32 @@ def test_arithmetic_in_the_kernel_is_sound_and_visits_what_the_schedule_visits(r
         np.testing.assert_array_equal(got[:, [0, 3]], want[:, [0, 3]])
 
 
-def visits(problem, tiles, kinds=None):
+def visits(problem, tiles, table=None):
     """What a kernel's steps do with each score, `[q_len, kv_len]`, padded: 1 a step, 10 more for the lower bound, 100 the upper."""
     num_q, kv_len = schedule.num_tiles(problem.q_len, tiles.block_q), tiles.resident
 
     def kernel(*refs):
-        kinds_ref, out_ref = refs if kinds is not None else (None, *refs)
+        kinds_ref, out_ref = refs if table is not None else (None, *refs)
         out_ref[...] = jnp.zeros_like(out_ref)
 
-        def step(start, rows, cuts, first):
-            for begin, end, lower, upper, _ in cuts:
-                out_ref[rows, pl.ds(start + begin, end - begin)] += 1 + 10 * lower + 100 * upper
+        def step(start, rows, what, first):
+            for band in what.bands:
+                of_band = slice(rows.start + band.rows.start, rows.start + band.rows.stop)
+                for begin, end, lower, upper, _ in band.cuts:
+                    out_ref[of_band, pl.ds(start + begin, end - begin)] += 1 + 10 * lower + 100 * upper
 
         ids, nothing = launch.Ids(0, 0, pl.program_id(0), 0), lambda rows: None
-        plan.visit(problem, tiles, ids, 0, None if kinds is None else kinds_ref.at[0], plan.Work(nothing, step, nothing))
+        loops.visit(problem, tiles, ids, 0, None if table is None else kinds_ref.at[0], loops.Work(nothing, step, nothing))
 
     with interpreted():
         return np.asarray(
             pl.pallas_call(
                 kernel,
                 grid=(num_q,),
-                in_specs=[] if kinds is None else [pl.BlockSpec((1, 1, tiles.tiles_resident + 2), lambda i: (i, 0, 0))],
+                in_specs=[] if table is None else [pl.BlockSpec((1, 1, tiles.tiles_resident + 2), lambda i: (i, 0, 0))],
                 out_specs=pl.BlockSpec((tiles.block_q, kv_len), lambda i: (i, 0)),
                 out_shape=jax.ShapeDtypeStruct((num_q * tiles.block_q, kv_len), jnp.int32),
-            )(*([] if kinds is None else [kinds]))
+            )(*([] if table is None else [table]))
         )
 
 
@@ -183,6 +186,7 @@ TILES = {
     "one_piece": Tiles(64, 32, 320),
     "pieces": Tiles(64, 32, 320, unroll=2, pieces=4),
     "wide": Tiles(32, 160, 320, pieces=2),
+    "bands": Tiles(64, 32, 320, pieces=2, band=8),
 }
 
 
@@ -205,10 +209,14 @@ def test_an_edge_visits_fewer_scores_than_whole_tiles():
     problem = problem_of(RowRule(256, right=0), 256)
     whole, pieces = (visits(problem, Tiles(64, 64, 256, pieces=n)) for n in (0, 4))
     assert (whole > 0).sum() == 10 * 64 * 64
-    seen = lambda end: (plan.Cut(0, end, lower=False, upper=False, others=False),) if end else ()
-    cut = lambda begin: (plan.Cut(begin, begin + 16, lower=False, upper=True, others=False),)
-    steps = tuple(seen(n) + cut(n) for n in (0, 16, 32, 48))
-    assert plan.edge(problem.mask.rule, 256, Tiles(64, 16, 256, pieces=4)) == plan.Edge(steps, alone=False)
+    seen = lambda end: (edge.Cut(0, end, lower=False, upper=False, others=False),) if end else ()
+    cut = lambda begin: (edge.Cut(begin, begin + 16, lower=False, upper=True, others=False),)
+    steps = tuple(edge.Step(n + 16, (edge.Band(slice(0, 16), seen(n) + cut(n)),)) for n in (0, 16, 32, 48))
+    assert edge.edge(problem.mask.rule, 256, Tiles(64, 16, 256, pieces=4)) == edge.Edge(steps, alone=False)
+    bands = tuple(edge.Band(slice(n, n + 16), seen(n) + cut(n)) for n in (0, 16, 32, 48))
+    in_bands = Tiles(64, 16, 256, pieces=1, band=16)
+    assert edge.edge(problem.mask.rule, 256, in_bands) == edge.Edge((edge.Step(64, bands),), alone=False)
+    np.testing.assert_array_equal(visits(problem, in_bands), visits(problem, Tiles(64, 16, 256, pieces=4)))
     assert (visits(problem, Tiles(64, 16, 256, pieces=4)) > 0).sum() == 6 * 64 * 64 + 4 * 10 * 16 * 16
     assert (pieces > 0).sum() == 10 * 64 * 64  # 64 keys are the least that a step of this tiling takes
 
@@ -216,22 +224,25 @@ def test_an_edge_visits_fewer_scores_than_whole_tiles():
 def test_a_narrow_band_is_one_step_a_piece():
     rule = RowRule(256, left=31, right=0)
     tiles = Tiles(64, 32, 256, pieces=2)
-    at_edge = plan.edge(rule, 256, tiles)
-    left, right = plan.Cut(0, 32, lower=True, upper=False, others=False), plan.Cut(32, 64, lower=False, upper=True, others=False)
+    at_edge = edge.edge(rule, 256, tiles)
+    left, right = edge.Cut(0, 32, lower=True, upper=False, others=False), edge.Cut(32, 64, lower=False, upper=True, others=False)
+    step = edge.Step(64, (edge.Band(slice(0, 32), (left, right)),))
     assert at_edge.alone
-    assert at_edge.steps == ((left, right), (left, right))
+    assert at_edge.steps == (step, step)
     got = visits(problem_of(rule, 256), tiles)
     assert (got > 0).sum() == 256 * 64 - 32 * 32  # the first rows have fewer keys before them
     assert (got == 11).sum() == (256 - 32) * 32
-    assert plan.edge(rule, 256, dataclasses.replace(tiles, resident=128)) is None
+    assert edge.edge(rule, 256, dataclasses.replace(tiles, resident=128)) is None
+    only_the_first = edge.edge(RowRule(512, left=127, right=0), 512, Tiles(128, 64, 512, pieces=4))  # rows 128 and on see key 1 and on
+    assert (only_the_first.alone, only_the_first.turn) == (True, 1)
 
 
 def test_tiles_of_packed_sequences_are_skipped():
     request = api.prepare(**BY_NAME["packed"].build()[0])
     tiles = Tiles(16, 16, 80)
-    kinds = plan.kinds(request.problem, tiles, request.operands)
-    assert kinds.shape == (2, 1, 5, 1, 7)
-    by_tile = visits(request.problem, tiles, kinds[0, 0]).reshape(5, 16, 5, 16).max((1, 3))
+    table = kinds.kinds(request.problem, tiles, request.operands)
+    assert table.shape == (2, 1, 5, 1, 7)
+    by_tile = visits(request.problem, tiles, table[0, 0]).reshape(5, 16, 5, 16).max((1, 3))
     starts = np.searchsorted([0, 20, 21, 50, 64], np.arange(80), side="right")  # sequences of the first batch entry, and its padding
     visible = (starts[:, None] == starts) & np.tri(80, dtype=bool)
     visible[70:], visible[:, 70:] = False, False
@@ -255,21 +266,29 @@ def test_padding_reaches_nothing(name, kernels):
         jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
 
 
-def test_a_value_that_is_seen_and_not_finite_is_not_hidden(kernels):
-    """Rows that see it are NaN, others and their gradients are what they were."""
+def test_a_value_that_is_seen_and_not_finite_reaches_the_rows_that_see_it(kernels):
+    """Their out is infinite, or NaN of both infinities, and their gradients are NaN; lse, and all other rows, are what they were."""
     arguments, dout, _ = BY_NAME["packed"].build()
-    value = arguments["value"].at[0, 25].set(jnp.inf)  # of the second sequence, rows 20 to 49 with the causal mask
+    value = arguments["value"]  # of the second sequence, rows 20 to 49, with the causal mask
+    infinite = value.at[0, 25, 0].set(jnp.inf).at[0, 30, 0].set(-jnp.inf).at[0, 26, 1, 2].set(-jnp.inf).at[0, 27, 1, 3].set(jnp.nan)
 
     @jax.jit
     def run(value):
-        results, pullback = jax.vjp(lambda q: attention(WHOLE, None)(**(arguments | {"query": q, "value": value}))[0], arguments["query"])
-        return results, pullback(dout)[0]
+        attend = lambda q: attention(WHOLE, None)(**(arguments | {"query": q, "value": value}))
+        out, pullback, lse = jax.vjp(attend, arguments["query"], has_aux=True)
+        return out, lse, pullback(dout)[0]
 
-    for got, expected in zip(run(value), run(arguments["value"]), strict=True):
-        assert np.isnan(got[0, 25:50]).all()
-        rest = np.ones(got.shape[1], bool)
-        rest[25:50] = False
-        np.testing.assert_array_equal(got[0, rest], expected[0, rest])
+    (out, lse, dq), expected = run(infinite), run(value)
+    want = np.array(expected[0])
+    want[0, 25:50, 0] = np.inf
+    want[0, 30:50, 0] = np.nan
+    want[0, 26:50, 1, 2] = -np.inf
+    want[0, 27:50, 1, 3] = np.nan
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, expected[1])
+    finite = np.isfinite(want).all(-1)
+    np.testing.assert_array_equal(np.isfinite(dq).all(-1), finite)
+    np.testing.assert_array_equal(dq[finite], expected[2][finite])
 
 
 def test_steps_without_a_table_look_at_labels_and_the_gradient_of_a_bias_at_the_table(kernels):
@@ -278,8 +297,8 @@ def test_steps_without_a_table_look_at_labels_and_the_gradient_of_a_bias_at_the_
     bias, labels = jax.random.normal(random[4], (1, 1, 128, 128)), jnp.sort(jax.random.randint(random[5], (1, 128), 0, 4))
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "local_window_size": (31, 0)}
     arguments |= {"q_segment_ids": labels, "kv_segment_ids": labels}
-    tiles = Tiles(64, 32, 128, pieces=2)
-    at_edge = plan.edge_of(api.prepare(**arguments).problem, tiles)
+    tiles = Tiles(64, 32, 128, pieces=2, band=16)
+    at_edge = edge.edge_of(api.prepare(**arguments).problem, tiles)
     assert (at_edge.alone, at_edge.turn) == (True, 1)
     dlse = jnp.ones((1, 128, 1))
     got = value_and_gradients(attention(tpu.Config(tiles, tiles, 2**26), None), arguments, dout, dlse)
@@ -302,6 +321,23 @@ def test_lowers_for_tpu_without_one():
     module = exported.mlir_module()
     for name in ("flash_forward", "flash_backward", "flash_dbias"):
         assert name in module
+
+
+def test_grids_let_two_cores_work(monkeypatch):
+    """Each core of a chip with two has its share of the parallel axes: batch, heads and q tiles; in the backward batch and kv heads."""
+    seen = {}
+    original = pltpu.CompilerParams
+
+    def recorded(**params):
+        seen[len(seen)] = params["dimension_semantics"]
+        return original(**params)
+
+    monkeypatch.setattr(pltpu, "CompilerParams", recorded)
+    x, kv = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    loss = lambda q, k, v: attention(None, None)(query=q, key=k, value=v, is_causal=True)[0].astype(jnp.float32).sum()
+    jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, kv, kv).lower(lowering_platforms=("tpu",))
+    forward, backward = ("parallel",) * 3 + ("arbitrary",), ("parallel",) * 2 + ("arbitrary",) * 2
+    assert set(seen.values()) == {forward, backward}
 
 
 def races_found() -> bool:

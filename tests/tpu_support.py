@@ -10,7 +10,7 @@ from flash_jax.backends import tpu
 from flash_jax.backends.base import Device
 
 DEVICE = Device("tpu", "TPU v6 lite")
-WHOLE = tpu.Config(tpu.Tiles(32, 48, 96, pieces=2), tpu.Tiles(32, 24, 96, 2, pieces=2), 2**26)  # all keys resident
+WHOLE = tpu.Config(tpu.Tiles(32, 48, 96, pieces=2, band=8), tpu.Tiles(32, 24, 96, 2, pieces=2, band=8), 2**26)  # all keys resident
 SLICED = tpu.Config(tpu.Tiles(32, 16, 32, 2), tpu.Tiles(32, 16, 32, 2), 2**26)  # keys in slices
 
 

@@ -16,12 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import softmax
-from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu import plan, visit
 from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.dbias import dbias
 from flash_jax.backends.tpu.forward import states
 from flash_jax.backends.tpu.gradients import tile_gradients
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, moved, pad_rows, row_of, slice_keys
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, pad_rows, row_of, slice_keys
 from flash_jax.backends.tpu.tile import NN, TN, Tile, dot
 from flash_jax.problem import Operands, Problem
 
@@ -45,10 +45,10 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
     def begin(rows):
         dq_ref[rows, :] = jnp.zeros_like(dq_ref[rows, :])
 
-    def step(start, rows, cuts, first):
-        tile = Tile(problem, tiles, refs, ids, first_tile, start, cuts[-1].end, rows, keys_first=True)
-        q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, cuts)
-        dv_ref[tile.slice, :] += dot(problem, tile.drop(p), dout, NN)
+    def step(start, rows, what, first):
+        tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=True)
+        q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, what)
+        dv_ref[tile.slice, :] += dot(problem, p, dout, NN)
         dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
         dq = dot(problem, ds, k, TN)
         dq_ref[rows, :] = dq if first else dq_ref[rows, :] + dq
@@ -56,7 +56,7 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
     def end(rows):
         out["dq"][rows, :] = (dq_ref[rows, :] * scale if scaled else dq_ref[rows, :]).astype(out["dq"].dtype)
 
-    plan.visit(problem, tiles, ids, first_tile, refs.kinds, plan.Work(begin, step, end))
+    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, end))
 
     @pl.when((head == last[0]) & (ids.i == last[1]))
     def _():
@@ -84,6 +84,17 @@ def _row_weights(problem: Problem, config: Config, operands: Operands, lse: Arra
     return lax.cond(jnp.any(large), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
 
 
+def _with_finite_keys(arrays: Arrays) -> Arrays:
+    """0 for what is not finite in a key, and NaN in its value.
+
+    A key multiplies the cotangents of its scores, which are 0 where hidden; its value meets the mask before it meets anything else,
+    and where such a key is seen, gradients are NaN as they have to be.
+    """
+    finite = jnp.isfinite(arrays.key)
+    value = jnp.where(finite.all(-1, keepdims=True), arrays.value, jnp.nan)
+    return arrays._replace(key=jnp.where(finite, arrays.key, 0), value=value)
+
+
 def backward(
     problem: Problem, config: Config, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
@@ -96,8 +107,7 @@ def backward(
     seen_rows = lambda x: jnp.where(seen[..., None], x, 0) if hidden_rows else x
     arrays = arrange(problem, tiles, operands._replace(query=seen_rows(operands.query)))
     if hidden_keys:
-        key, value = moved(arrays.key, arrays.value)
-        arrays = arrays._replace(key=key, value=value)
+        arrays = _with_finite_keys(arrays)
     dout = pad_rows(heads_first(seen_rows(dout)), tiles)
     arrays = arrays._replace(dout=dout, pivot=pivot, weight=weight, delta=row_of(delta, tiles))
     gradients = {}

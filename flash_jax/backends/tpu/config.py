@@ -19,7 +19,8 @@ class Tiles:
     block_q, block_kv: scores of a tile.
     resident: keys in VMEM at a time.
     unroll: tiles a turn of the loop over full tiles.
-    pieces: parts of a q tile, each a step of its own where a static rule cuts through the tile (`plan.Edge`); 0: none of that.
+    pieces: parts of a q tile, each a step of its own where a static rule cuts through the tile (`edge.Edge`); 0: none of that.
+    band: rows whose scores are looked at together in such a step (`edge.Band`); 0: all rows of the piece.
     """
 
     block_q: int
@@ -27,6 +28,7 @@ class Tiles:
     resident: int
     unroll: int = 1
     pieces: int = 1
+    band: int = 0
 
     @property
     def tiles_resident(self) -> int:
@@ -52,6 +54,7 @@ class _Preferred(NamedTuple):
 
     piece: rows of a piece, see `Tiles.pieces`.
     by_label: most rows and keys of a tile where labels decide: of such tiles no part is skipped.
+    bands: rows of a band, see `Tiles.band`: as a rule, where labels decide, and where few keys are visible at a time.
     """
 
     block_q: int
@@ -59,6 +62,7 @@ class _Preferred(NamedTuple):
     unroll: int
     piece: int
     by_label: int = 512
+    bands: tuple[int, int, int] = (0, 0, 0)
 
 
 class _Generation(NamedTuple):
@@ -72,9 +76,11 @@ class _Generation(NamedTuple):
 # measured in simulated cycles: python benchmarks/tpu_static.py --tiles
 _GENERATIONS = {
     "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
-    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 2, 256)),
+    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512, bands=(128, 128, 128)), _Preferred(1024, 512, 2, 256)),
     "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
-    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, 1024, 1024), _Preferred(2048, 1024, 1, 256)),
+    "v6e": _Generation(
+        128 * MIB, _Preferred(2048, 1024, 1, 1024, 1024, bands=(128, 0, 0)), _Preferred(2048, 1024, 1, 256, bands=(128, 128, 128))
+    ),
     "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1, 512), _Preferred(1024, 512, 1, 256)),
 }
 _KINDS = {
@@ -108,7 +114,8 @@ def default_config(problem: Problem, device: Device) -> Config:
 
 
 def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool) -> Tiles:
-    block_q, block_kv, unroll, piece, by_label = preferred
+    block_q, block_kv, unroll, piece, by_label, bands = preferred
+    band = bands[problem.mask.has_labels]
     rule = problem.mask.rule
     if problem.mask.has_labels:
         by_label = 1024 if rule is not None and not rule.is_trivial else by_label
@@ -137,7 +144,7 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     most = max(left() // (a_key + 2 * columns * block_q) // block_kv, 1)
     tiles = max(num_tiles(problem.kv_len, block_kv), 1)
     if rule is not None and rule.left is not None and rule.right is not None and rule.left + rule.right < 2 * block_q:
-        piece = NARROW
+        piece, band = NARROW, bands[2]
     pieces = max(block_q // piece, 1)
     pieces = pieces if block_q % (pieces * LANES) == 0 else 1
-    return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles), pieces)
+    return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles), pieces, band)

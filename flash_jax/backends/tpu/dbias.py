@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flash_jax import schedule
-from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu import visit
 from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.gradients import tile_gradients
 from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, call
@@ -34,16 +34,16 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(start, rows, cuts, _):
-        tile = Tile(problem, tiles, refs, ids, ids.c, start, cuts[-1].end, rows, keys_first=True)
-        dlogits = transpose(tile_gradients(problem, tile, refs, cuts)[4])
+    def step(start, rows, what, _):
+        tile = Tile(problem, tiles, refs, ids, ids.c, start, what.width, rows, keys_first=True)
+        dlogits = transpose(tile_gradients(problem, tile, refs, what)[4])
         for axis in (0, 1):
             if acc_ref.shape[axis] == 1:
                 dlogits = dlogits.sum(axis, keepdims=True)
         acc_ref[...] += dlogits
 
     nothing = lambda rows: None
-    plan.visit(problem, tiles, ids, ids.c, refs.kinds, plan.Work(nothing, step, nothing))
+    visit.visit(problem, tiles, ids, ids.c, refs.kinds, visit.Work(nothing, step, nothing))
 
     @pl.when(last)
     def _():

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import schedule, softmax
-from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu import plan, visit
 from flash_jax.backends.tpu.config import Tiles
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, moved
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
 from flash_jax.backends.tpu.tile import NN, NT, Tile, dot
 from flash_jax.problem import Operands, Problem
 
@@ -61,20 +61,19 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
 
         only(ids.c == 0, _)
 
-    def step(start, rows, cuts, first):
-        width = cuts[-1].end
-        tile = Tile(problem, tiles, refs, ids, first_tile, start, width, rows, keys_first=False)
-        qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
+    def probabilities(tile, qk, band, first):
+        """Of a band; with the factor of what the rows have summed already, None if that is nothing."""
+        rows, width = tile.rows, tile.num_keys
         if unit is None:
             if first:
                 begin(rows)
             s, _ = tile.logits(qk)
-            s, _ = tile.hide(s, cuts)
+            s, _ = tile.hide(s, band)
             m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
             p = softmax.probs(s, pivot, lambda row: wide(row, width))
         else:
-            qk, _ = tile.hide(qk, cuts)
-            m = qk.max(1, keepdims=True)
+            qk, _ = tile.hide(qk, band)
+            m, alpha = qk.max(1, keepdims=True), None
             if first:
                 m = jnp.broadcast_to(jnp.maximum(m, jnp.finfo(jnp.float32).min), (m.shape[0], lanes))
             else:
@@ -82,11 +81,20 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
                 alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
             p = jnp.exp2((qk - wide(m, width)) * unit)
         m_ref[rows, :] = m
-        l, acc = _by_lane(p, lanes), dot(problem, tile.drop(p), refs.value[tile.slice, :], NN)
-        if not (first and unit is not None):
-            l += l_ref[rows, :] * alpha
+        l = _by_lane(p, lanes)
+        l_ref[rows, :] = l if alpha is None else l + l_ref[rows, :] * alpha
+        return tile.drop(p), alpha
+
+    def step(start, rows, what, first):
+        tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=False)
+        qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
+        of_bands = [probabilities(tile.of(band), tile.scores_of(qk, band), band, first) for band in what.bands]
+        p, alphas = zip(*of_bands, strict=True)
+        acc = dot(problem, tile.join(p, what.bands), refs.value[tile.slice, :], NN)
+        if alphas[0] is not None:
+            alpha = alphas[0] if len(alphas) == 1 else jnp.concatenate(alphas, 0)
             acc += acc_ref[rows, :] * wide(alpha, problem.v_head_dim)
-        l_ref[rows, :], acc_ref[rows, :] = l, acc
+        acc_ref[rows, :] = acc
 
     def end(rows):
         def _():
@@ -98,15 +106,32 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
 
         only(ids.c == slices - 1, _)
 
-    plan.visit(problem, tiles, ids, first_tile, refs.kinds, plan.Work(begin, step, end))
+    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, end))
 
 
 def states(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tuple[Array, Array, Array]:
-    """out `[batch, heads, q_len, v_head_dim]`, and the rows' final m and l, `[batch, heads, 1, q_len]`, rows padded."""
+    """out `[batch, heads, q_len, v_head_dim]`, and the rows' final m and l, `[batch, heads, 1, q_len]`, rows padded.
+
+    Where keys may be hidden from all rows, what is not finite in their values must not meet their probabilities, which are 0: it is
+    taken out, and seldom there to be put in again.
+    """
     arrays = arrange(problem, tiles, operands)
-    if plan.hides(problem)[1]:
-        value, key = moved(arrays.value, arrays.key)
-        arrays = arrays._replace(key=key, value=value)
+    run = functools.partial(_states, problem, tiles, vmem)
+    if not plan.hides(problem)[1]:
+        return run(arrays)
+    value, finite = arrays.value, jnp.isfinite(arrays.value)
+    out, m, l = run(arrays._replace(value=jnp.where(finite, value, 0)))
+
+    def seen(sign):
+        marked = ~finite & (value != -sign * jnp.inf)  # NaN is both infinities: their sum
+        weight, _, _ = run(arrays._replace(value=marked.astype(value.dtype)))
+        return jnp.where(weight > 0, sign * jnp.inf, 0).astype(out.dtype)
+
+    put_in = lambda out: out + lax.map(seen, jnp.array([1, -1], out.dtype)).sum(0)
+    return lax.cond(finite.all(), lambda out: out, put_in, out), m, l
+
+
+def _states(problem: Problem, tiles: Tiles, vmem: int, arrays: Arrays) -> tuple[Array, Array, Array]:
     slices = arrays.key.shape[2] // tiles.resident
     num_q = schedule.num_tiles(problem.q_len, tiles.block_q)
     grid = Grid((problem.batch, problem.num_heads, num_q, slices), Ids, parallel=3)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu import kinds, plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.problem import Operands, Problem
 
@@ -27,7 +27,7 @@ class Arrays(NamedTuple):
     """What a kernel reads (arrays, then their refs). Axes of 1 are shared; `len` is padded to whole tiles.
 
     query `[batch, heads, q_len, head_dim]`; key, value `[batch, kv_heads, kv_len, head_dim | v_head_dim]`.
-    kinds: int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles + 2]`, see `plan.kinds`, or None where the static rule is the whole mask.
+    kinds: int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles + 2]`, see `kinds.kinds`, or None where the static rule is the whole mask.
     first_tile: int32 `[1]`, number of the first resident key tile of a slice of the keys, or None.
     dout `[batch, heads, q_len, v_head_dim]`; pivot, weight, delta `[batch, heads, 1, q_len]`: for the backward.
     The rest as in `Operands` and `MaskOperands`, a row of numbers having an axis of 1 before it.
@@ -158,7 +158,7 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
         query=pad_rows(heads_first(operands.query), tiles),
         key=_pad(heads_first(operands.key), -2, block_kv),
         value=_pad(heads_first(operands.value), -2, block_kv),
-        kinds=plan.kinds(problem, tiles, operands),
+        kinds=kinds.kinds(problem, tiles, operands),
         scale=optional(lambda x: x[:, None], operands.scale),
         batch_ids=optional(lambda x: x[:, None], mask.batch_ids),
         bias=optional(tiled, bias),
@@ -174,16 +174,6 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
         ),
         row_keys=optional(lambda x: _pad(_word(x)[:, :, None], -1, tiles.block_q), operands.dropout_row_keys),
     )
-
-
-def moved(x: Array, other: Array) -> tuple[Array, Array]:
-    """Of keys and values: 0 for what is not finite in one of them, and NaN at those positions in the other.
-
-    What multiplies hidden probabilities, which are 0, must be finite; the other meets a mask before it meets anything else, and
-    where such a key is seen, the result is NaN as it has to be.
-    """
-    finite = jnp.isfinite(x)
-    return jnp.where(finite, x, 0), jnp.where(finite.all(-1, keepdims=True), other, jnp.nan)
 
 
 def slice_keys(problem: Problem, tiles: Tiles, arrays: Arrays, c: Array) -> Arrays:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout
-from flash_jax.backends.tpu import plan
+from flash_jax.backends.tpu import edge
 from flash_jax.backends.tpu.config import LANES, Tiles
 from flash_jax.backends.tpu.launch import Arrays, Ids
 from flash_jax.logits import logits
@@ -110,24 +110,45 @@ class Tile:
         """See `flash_jax.logits.logits`."""
         return logits(qk, self.scale, self.problem.logits_soft_cap, self.bias)
 
-    def hide(self, s: Array, cuts: plan.Cuts) -> tuple[Array, bool]:
-        """Scores that are -inf where hidden, and whether any may be. A bias of -inf hides too."""
+    def hide(self, s: Array, band: edge.Band) -> tuple[Array, bool]:
+        """Scores of this tile, a band's, that are -inf where hidden; and whether any may be. A bias of -inf hides too."""
         axis, parts = 0 if self.keys_first else 1, []
-        for cut in cuts:
-            part = self if len(cuts) == 1 else self._keys(cut.begin, cut.end)
-            terms = part._mask(cut)
-            scores = lax.slice_in_dim(s, cut.begin, cut.end, axis=axis)
+        for cut in band.cuts:
+            keys = slice(cut.begin - band.keys.start, cut.end - band.keys.start)
+            part = self._part(slice(0, self.num_rows), keys)
+            terms, scores = part._mask(cut), lax.slice_in_dim(s, keys.start, keys.stop, axis=axis)
             if terms:
                 scores = jnp.where(jnp.broadcast_to(functools.reduce(jnp.logical_and, terms), part.shape), scores, -jnp.inf)
             parts.append((scores, bool(terms)))
         scores, hidden = zip(*parts, strict=True)
-        return (scores[0] if len(cuts) == 1 else jnp.concatenate(scores, axis)), any(hidden)
+        return jnp.concatenate(scores, axis), any(hidden)
 
-    def _keys(self, begin: int, end: int) -> "Tile":
-        start, width = self.start + begin, end - begin
-        return Tile(self.problem, self.tiles, self.refs, self.ids, self.first_tile, start, width, self.rows, keys_first=self.keys_first)
+    def of(self, band: edge.Band) -> "Tile":
+        """The rows and keys of a band."""
+        return self._part(band.rows, band.keys)
 
-    def _mask(self, cut: plan.Cut) -> list[Array]:
+    def _part(self, rows: slice, keys: slice) -> "Tile":
+        if (rows.start, keys.start) == (0, 0) and (rows.stop, keys.stop) == (self.num_rows, self.num_keys):
+            return self
+        start, rows = self.start + keys.start, slice(self.rows.start + rows.start, self.rows.start + rows.stop)
+        width = keys.stop - keys.start
+        return Tile(self.problem, self.tiles, self.refs, self.ids, self.first_tile, start, width, rows, keys_first=self.keys_first)
+
+    def scores_of(self, x: Array, band: edge.Band) -> Array:
+        """What a band has of a tile's numbers."""
+        return x[band.keys, band.rows] if self.keys_first else x[band.rows, band.keys]
+
+    def join(self, parts: list[Array], bands: tuple[edge.Band, ...]) -> Array:
+        """A tile's numbers from those of its bands, 0 where no band has any."""
+        along = 1 if self.keys_first else 0
+
+        def all_keys(x, band):
+            zeros = lambda n: [jnp.zeros((n, x.shape[1]) if self.keys_first else (x.shape[0], n), x.dtype)] if n else []
+            return jnp.concatenate([*zeros(band.keys.start), x, *zeros(self.num_keys - band.keys.stop)], 1 - along)
+
+        return jnp.concatenate([all_keys(*part) for part in zip(parts, bands, strict=True)], along)
+
+    def _mask(self, cut: edge.Cut) -> list[Array]:
         spec, refs, terms = self.problem.mask, self.refs, []
         if self.bias is not None:
             terms.append(self.bias != -jnp.inf)
