@@ -1,6 +1,6 @@
 """Forward on Hopper: one persistent, warp-specialised kernel.
 
-One warp copies tiles of K, V and Q into shared memory; two or three warpgroups compute, 64 query rows each:
+One warp copies tiles of K, V, Q and the bias into shared memory; two or three warpgroups compute, 64 query rows each:
 
     S = Q K(0)^T;  P, m, l = softmax of S
     for each further key tile j:
