@@ -28,6 +28,7 @@ from flash_jax.problem import (
     static_scale,
     unfold_batch,
 )
+from flash_jax.promotion import promoting
 
 Query = Float[Array, "*batch q_len heads head_dim"]
 Key = Float[Array, "*batch kv_len kv_heads head_dim"]
@@ -189,6 +190,7 @@ class Request(NamedTuple):
     sinks: Array | None
 
 
+@promoting
 def prepare(
     query,
     key,
@@ -343,6 +345,7 @@ def _sinks(sinks, num_heads: int) -> Array | None:
     return sinks
 
 
+@promoting
 def _with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """One further logit a head in the denominator, with `value` 0: plain arithmetic on `(out, lse)`."""
     sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)

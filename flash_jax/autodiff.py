@@ -32,6 +32,7 @@ from flash_jax import partition
 from flash_jax.backends import xla
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
+from flash_jax.promotion import promoting
 from flash_jax.varying import vary_alike
 
 Array = jax.Array
@@ -78,11 +79,13 @@ def attend(problem: Problem, backend: Backend, config, device: Device, operands:
 
 
 # --------------------------------------------------------------------------------------------------- what they compute
+@promoting
 def _attend(*leaves: Array, call: Call) -> tuple[Array, Array]:
     assert call.backend.forward is not None
     return call.backend.forward(call.problem, call.config, call.operands(leaves))
 
 
+@promoting
 def _attend_vjp(*args: Array, call: Call) -> list[Array]:
     """args: leaves, out, lse, dout, dlse. Gradients of `call.wanted`."""
     *leaves, out, lse, dout, dlse = args
@@ -91,6 +94,7 @@ def _attend_vjp(*args: Array, call: Call) -> list[Array]:
     return [gradients[name] for name in call.wanted]
 
 
+@promoting
 def _attend_jvp(*args: Array, call: Call) -> tuple[Array, Array]:
     """args: leaves, out, lse, tangents of `call.wanted`. Tangents of out and lse."""
     num_leaves = call.tree.num_leaves

@@ -369,6 +369,22 @@ def test_without_jit():
         close((f(*args), gradients(f, *args)), expected)
 
 
+RANKS = {
+    "lengths": {"is_causal": True, "query_seq_lengths": jnp.array([40, 7]), "key_value_seq_lengths": jnp.array([40, 7])},
+    "bias, dropout and sinks": {"bias": jnp.zeros((1, 40)), "dropout_rate": 0.1, "dropout_key": jax.random.key(0), "sinks": jnp.zeros(2)},
+    "function and blocks": {"mask": Mask.from_function(lambda b, h, q, k: k <= q + h) & Mask.from_blocks(jnp.eye(5, dtype=bool), 8, 8)},
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_caller_that_forbids_rank_promotion(name):
+    """It says how the caller's own arrays may meet; gradients of gradients are traced inside its reach too."""
+    q, k, v = qkv()
+    with jax.numpy_rank_promotion("raise"):
+        f = lambda q, k, v: jnp.sum(attention(q, k, v, **RANKS[name]) ** 2)
+        jax.jit(jax.grad(lambda *qkv: jnp.sum(jax.grad(f)(*qkv) ** 2), (0, 1, 2))).lower(q, k, v)
+
+
 def test_no_tracer_outlives_its_trace():
     """Nor do arrays that a mask function closes over live on in what JAX keeps of a call."""
     q, k, v = qkv(24)
