@@ -23,9 +23,11 @@ def prepare(out: jax.Array, dout: jax.Array, lse: jax.Array, dq_shape: tuple[int
     multiple of 64. columns: a multiple of `COLUMNS`.
     """
     columns, head_dim = out.shape[-1], dq_shape[-1]
+    batch, num_heads, num_tiles = lse.shape[0], lse.shape[1], lse.shape[2] // WARPGROUP_ROWS
 
     def body(out_g, dout_g, lse_g, pivot_g, delta_g, dq_g, *, out_s, dout_s, zeros_s, bar):
-        b, tile, head = (lax.axis_index(name) for name in ("batch", "tile", "head"))
+        block, head = lax.div(lax.axis_index("block"), num_heads), lax.rem(lax.axis_index("block"), num_heads)
+        b, tile = lax.div(block, num_tiles), lax.rem(block, num_tiles)
         rows = pl.ds(tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
         plgpu.copy_gmem_to_smem(out_g.at[b, rows, head], out_s, bar)
         plgpu.copy_gmem_to_smem(dout_g.at[b, rows, head, pl.ds(0, columns)], dout_s, bar)
@@ -47,8 +49,8 @@ def prepare(out: jax.Array, dout: jax.Array, lse: jax.Array, dq_shape: tuple[int
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lse.shape, lse.shape, dq_shape)],
-        grid=(lse.shape[0], lse.shape[2] // WARPGROUP_ROWS, lse.shape[1]),
-        grid_names=("batch", "tile", "head"),
+        grid=(batch * num_tiles * num_heads,),  # heads fastest
+        grid_names=("block",),
         num_threads=1,
         thread_name="wg",
         scratch_types={
