@@ -4,7 +4,6 @@ python benchmarks/batched_lengths.py benchmarks/results/cpu_batched_lengths.json
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flash_jax import flash_attention
+from flash_jax.bench.report import save
 from flash_jax.bench.timing import interleave_for, provenance
 
 LENGTHS = ((2048, 1902, 1755, 1609, 1463, 1317, 1170, 1024), (2048, 1536, 1024, 768, 512, 384, 256, 128))
@@ -76,7 +76,7 @@ def main() -> None:
             for side, all_of in samples.seconds.items()
         ]
     what = {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
-    o.file.write_text(json.dumps({"provenance": where, **what, "rows": rows}, indent=1) + "\n")
+    save({"provenance": where, **what, "rows": rows}, o.file)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from flash_jax import io_model
 from flash_jax.bench import compiled
 from flash_jax.bench.measure import in_short
 from flash_jax.bench.presets import CHANNELS, DENSITIES, PRESETS, TOKENS
+from flash_jax.bench.report import save
 from flash_jax.bench.rows import BLOCK, Row
 from flash_jax.bench.sides import SIDES
 from flash_jax.bench.timing import provenance
@@ -119,7 +120,7 @@ def measure(out: pathlib.Path, seconds: float) -> None:
     for (row, side, phase), kernels, after in zip(said("case"), counted[1::2], counted[2::2], strict=True):
         left = sum(kernel["written"] for kernel in after)
         results["cases"].append({"row": row, "side": side, "phase": phase, "kernels": kernels, "left_in_cache": left})
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    save(results, out)
     log.unlink()
 
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from flash_jax.bench.report import save
 from flash_jax.bench.rows import DIFFERENTIATED, Row
 from flash_jax.bench.sides import SIDES, default_sides
 from flash_jax.bench.timing import provenance
@@ -71,7 +72,7 @@ def main() -> None:
         list(pool.map(lambda side: measured(next(iter(ROWS)), PHASES[0], side), o.sides))
         rows = list(pool.map(measured, *zip(*itertools.product(ROWS, PHASES, o.sides), strict=True)))
     results = {"provenance": provenance() | {"command": "python benchmarks/first_call.py"}, "rows": rows}
-    o.file.write_text(json.dumps(results, indent=1) + "\n")
+    save(results, o.file)
 
 
 if __name__ == "__main__":

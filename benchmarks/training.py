@@ -32,6 +32,7 @@ from train_gpt import ATTENTION, COLOR, PRESETS, Config, Training, memory_limit,
 
 from flash_jax.bench import turns
 from flash_jax.bench.measure import in_short
+from flash_jax.bench.report import save
 from flash_jax.bench.sides import PACKAGES, call_tokamax
 from flash_jax.bench.timing import provenance
 
@@ -209,7 +210,7 @@ def write_speed(path: pathlib.Path, small: bool, curves_file: pathlib.Path | Non
         results["rows"] += rows
         sys.stderr.write("".join(f"{row['heads']} x {row['head_dim']} {line(row)}\n" for row in rows))
         where = provenance() | {"command": "python benchmarks/training.py speed"}
-        path.write_text(json.dumps({"provenance": where} | results, indent=1) + "\n")
+        save({"provenance": where} | results, path)
 
 
 def write_curves(path: pathlib.Path, config: Config) -> None:
@@ -217,7 +218,7 @@ def write_curves(path: pathlib.Path, config: Config) -> None:
     runs = curves(config)
     where = provenance() | {"command": "python benchmarks/training.py curves"}
     results = {"provenance": where, "config": dataclasses.asdict(config), "differences": differences(runs), "runs": runs}
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    save(results, path)
     plot(results, path.with_suffix(".png"))
 
 

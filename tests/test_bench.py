@@ -323,3 +323,17 @@ def test_rows_from_processes_come_in_order_and_none_is_lost_in_silence(tmp_path,
     assert [r["row"] for r in json.loads(out.read_text())["rows"]] == [chosen[0].name, chosen[1].name]
     assert f"{chosen[2].name}: the process" in capsys.readouterr().err
     assert [command[-2:] for command in commands] == [["--part", "0"], ["--part", "1"]]
+
+
+def test_an_interrupted_save_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    report.save({"rows": [1]}, path)
+
+    def interrupted(part, text):
+        part.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.save({"rows": [1, 2]}, path)
+    assert json.loads(path.read_text()) == {"rows": [1]}

@@ -119,5 +119,5 @@ def test_a_scan_over_layers_runs_each_kernel_once(monkeypatch):
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     program = compile_for_h200(jax.grad(loss, argnums=1), shape(1, 256, 256), shape(4, 3, 256)).as_text()
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
-    for kernel in ("flash_attention_forward", "flash_attention_backward"):
-        assert sum(kernel in line for line in calls) == 1, kernel
+    names = [re.search(r"/(flash_attention_\w+)/", line)[1] for line in calls]
+    assert sorted(names) == ["flash_attention_backward_d64", "flash_attention_backward_rows_d64", "flash_attention_forward_d64"]

@@ -199,6 +199,14 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward"), 1.5, rtol=1e-6)
 
 
+def test_rows_that_a_run_has_not_come_from_the_run_before():
+    where = {"command": "python before", "date": "2026-01-01", "jax": "0.11.2"}
+    later = {"rows": [{"row": "a", "new": True}]}
+    module("pages").complete(later, {"rows": [{"row": "a"}, {"row": "b"}], "provenance": where}, "one_earlier.json")
+    assert later["rows"] == [{"row": "a", "new": True}, {"row": "b"}]
+    assert later["completed"].startswith("b: of the run before, file `one_earlier.json`, `python before`")
+
+
 def test_results_files_say_where_they_come_from():
     """Measured ones with their device; none with the paths of a machine."""
     for path in (BENCHMARKS / "results").glob("*.json"):

@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["rows"] = sorted([*results["rows"], record], key=lambda record: order[record["row"]])
         sys.stderr.write(f"[{len(results['rows'])} of {len(chosen)}] {report.line(record)}\n")
         if o.out:
-            o.out.write_text(json.dumps(results, indent=1) + "\n")
+            report.save(results, o.out)
     missing = order.keys() - {record["row"] for record in results["rows"]}
     if missing:
         sys.stderr.write(f"{', '.join(sorted(missing))}: the process that had these rows ended without a result; its message is above\n")
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report.markdown(results)
     sys.stdout.write(text)
     if o.out:
-        o.out.write_text(json.dumps(results, indent=1) + "\n")
+        report.save(results, o.out)
         o.out.with_suffix(".md").write_text(text)
         report.plot(results, o.out.with_suffix(".png"))
     refused = refusals(results)

@@ -1,8 +1,16 @@
 """Results as Markdown and as a plot, and one results file against another."""
 
+import json
 import pathlib
 
 from flash_jax.bench.measure import PHASES, best_peer, geometric_mean
+
+
+def save(results: dict, path: pathlib.Path) -> None:
+    """The file is whole at every moment: a run may be interrupted at any."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(path)
 
 
 def line(record: dict) -> str:
