@@ -76,7 +76,7 @@ class _Generation(NamedTuple):
 # measured in simulated cycles: python benchmarks/tpu_static.py --tiles
 _GENERATIONS = {
     "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
-    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512, bands=(128, 128, 128)), _Preferred(1024, 512, 2, 256)),
+    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512, bands=(128, 128, 128)), _Preferred(1024, 512, 4, 256)),
     "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
     "v6e": _Generation(
         128 * MIB, _Preferred(2048, 1024, 1, 1024, 1024, bands=(128, 0, 0)), _Preferred(2048, 1024, 1, 256, bands=(128, 128, 128))
