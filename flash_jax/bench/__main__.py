@@ -127,6 +127,7 @@ def _in_processes(arguments: list[str], o) -> Iterator[dict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if one of our own results was refused, or a row has none."""
+    began = time.monotonic()
     options = parser()
     o = options.parse_args(arguments)
     if o.command == "compare":
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{', '.join(sorted(missing))}: the process that had these rows ended without a result; its message is above\n")
     if not results["rows"]:
         return 1
-    results["provenance"]["gpu_after"] = gpu()
+    results["provenance"] |= {"gpu_after": gpu(), "seconds": round(time.monotonic() - began)}
     text = report.markdown(results)
     sys.stdout.write(text)
     if o.out:
