@@ -21,6 +21,7 @@ import glob
 import itertools
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -327,6 +328,8 @@ def main():
         simulate(name, generation, options.tiles, folder)
         os._exit(0)  # libtpu's threads outlive the interpreter
     os.environ.update(ENVIRONMENT)
+    from flash_jax.bench.report import save  # not before the environment is set: it imports jax
+
     title = f"Simulated cycles, one head of {HEAD_DIM} (v5p: two), bfloat16, length {length('full')}, block maps {length('half')}"
     title = f"{title}; {libtpu_version()}. No TPU was measured."
     print(title, f"{'':50}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}", sep="\n", flush=True)
@@ -340,8 +343,7 @@ def main():
                 print(line_of(rows[-1], rows), flush=True)
                 kept = [row for row in kept if key(row, options.tiles) != key(rows[-1], options.tiles)] + rows[-1:]
                 if options.save:
-                    with open(options.save, "w") as file:
-                        json.dump({"title": title, "command": COMMAND, "rows": kept}, file, indent=1)
+                    save({"title": title, "command": COMMAND, "rows": kept}, pathlib.Path(options.save))
     for line in best_of_each(rows):
         print(line)
 

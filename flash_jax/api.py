@@ -157,6 +157,7 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     return dispatch.choose(problem, dispatch.current_device(query, key, value), implementation)[1]
 
 
+@promoting
 def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_dropout: bool = False, q_offset: int | Array = 0) -> Array:
     """The keep mask that `flash_attention` applies, written out: True = kept (and multiplied by `1 / (1 - rate)`).
 

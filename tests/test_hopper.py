@@ -238,11 +238,16 @@ SHORT_QUERIES = {
         },
         **DECODING | {"q_len": 5},
     ),
+    "one row, one mask of dropout for all heads": Case(
+        "dropout", lambda *_: {"dropout_rate": 0.5, "dropout_key": jax.random.key(1), "broadcast_dropout": True}, **DECODING
+    ),
 }
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["rows of a group", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SHORT_QUERIES)[:2])])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in list(SHORT_QUERIES)[:2]), *list(SHORT_QUERIES)[2:]]
+)
 def test_short_queries(name):
     arguments, _, _, unfused, expected = of_case(SHORT_QUERIES[name])
     request = api.prepare(**arguments)
@@ -296,7 +301,13 @@ def test_large_shapes_lower_without_being_allocated(name):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_lowers_for_a_gpu(head_dim):
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+def test_lowers_for_a_gpu(head_dim, x64):
+    with jax.enable_x64(x64):
+        lower_for_a_gpu(head_dim)
+
+
+def lower_for_a_gpu(head_dim):
     x = jax.ShapeDtypeStruct((1, 300, 4, head_dim), "bfloat16")
     problem = api.prepare(*(np.zeros(x.shape, x.dtype) for _ in range(3)), is_causal=True).problem
     config, _ = hopper.BACKEND.default_config(problem, H200)

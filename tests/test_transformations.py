@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracle import differentiable, reference_attention
 from tolerance import close
 
-from flash_jax import Mask, dispatch, flash_attention
+from flash_jax import Mask, dispatch, dropout_mask, flash_attention
 from flash_jax.backends.base import Device
+from flash_jax.nn.common import rotary
 
 P = PartitionSpec
 attention = functools.partial(flash_attention, implementation="xla", block_sizes=(16, 16))
@@ -383,6 +384,12 @@ def test_a_caller_that_forbids_rank_promotion(name):
     with jax.numpy_rank_promotion("raise"):
         f = lambda q, k, v: jnp.sum(attention(q, k, v, **RANKS[name]) ** 2)
         jax.jit(jax.grad(lambda *qkv: jnp.sum(jax.grad(f)(*qkv) ** 2), (0, 1, 2))).lower(q, k, v)
+
+
+def test_a_caller_that_forbids_rank_promotion_may_ask_for_masks_and_positions():
+    with jax.numpy_rank_promotion("raise"):
+        assert dropout_mask(jax.random.key(0), 0.5, (2, 3, 4, 5)).shape == (2, 3, 4, 5)
+        assert rotary(jnp.ones((2, 4, 3, 8)), jnp.arange(4), 1e4).shape == (2, 4, 3, 8)
 
 
 def test_no_tracer_outlives_its_trace():

@@ -12,6 +12,7 @@ from flash_jax.api import flash_attention
 from flash_jax.dropout import check_rate
 from flash_jax.mask import Mask
 from flash_jax.problem import as_integers, static_float
+from flash_jax.promotion import promoting
 
 Array = jax.Array
 
@@ -161,6 +162,7 @@ def _positions(positions, batch: tuple[int, ...], length: int) -> Array:
     return positions
 
 
+@promoting
 def rotary(x: Array, positions: Array, theta: float) -> Array:
     """Rotary position embedding (RoFormer, arXiv 2104.09864).
 

@@ -3,9 +3,11 @@
 Mosaic is imported when a call first asks for these kernels, so that other machines do not pay for it.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from flash_jax.backends.base import Backend, Device
 from flash_jax.problem import Operands, Problem
@@ -63,7 +65,13 @@ def _backward(
     from flash_jax.backends.hopper import backward
 
     del config
-    return backward.backward(problem, operands, out, lse, dout, dlse, wanted)
+    bias = operands.bias
+    if bias is not None and bias.dtype == np.float64:
+        problem = dataclasses.replace(problem, bias_dtype=np.dtype(np.float32))
+        operands = operands._replace(bias=bias.astype(np.float32))
+    with jax.enable_x64(False):  # Mosaic's indices are of 32 bits, whatever a Python integer becomes
+        gradients = backward.backward(problem, operands, out, lse, dout, dlse, wanted)
+    return gradients if bias is None or "bias" not in gradients else gradients | {"bias": gradients["bias"].astype(bias.dtype)}
 
 
 BACKEND = Backend("hopper", why_not, default_config, _forward, _backward, is_partitioned=True)

@@ -18,7 +18,8 @@ from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
 
-_MAX_GRID = 65535  # of CUDA's second grid axis
+_MAX_GRID = 65535  # of CUDA's second and third grid axes, which number key tiles and sections of heads
+_MAX_KEYS = 64 * _MAX_GRID  # in the smallest key tiles
 _ROWS = 128  # pivot and delta are padded to a multiple: whole tiles of every kernel
 
 
@@ -40,6 +41,8 @@ def declines(problem: Problem) -> str | None:
     """Why the backward cannot serve a problem that the forward can (`launch.declines`), or None."""
     if problem.batch * problem.num_kv_heads > _MAX_GRID:
         return f"batch * num_kv_heads must be at most {_MAX_GRID} in the backward, got {problem.batch * problem.num_kv_heads}."
+    if problem.kv_len > _MAX_KEYS:
+        return f"kv_len must be at most {_MAX_KEYS} in the backward, got {problem.kv_len}."
     return None
 
 

@@ -53,12 +53,16 @@ def pack(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
         x = jnp.broadcast_to(x, (*x.shape[:2], q_len, *x.shape[3:]))
         return x.reshape(x.shape[0], heads, group, *x.shape[2:]).swapaxes(2, 3).reshape(x.shape[0], heads, q_len * group, *x.shape[3:])
 
+    def row_keys(x: Array | None) -> Array | None:
+        """A row's key is its own, also where there is one row: `elements` would take that for one shared by all rows."""
+        return jnp.repeat(x, group, axis=2) if x is not None and x.shape[1] == 1 else elements(x)
+
     rows = lambda x: None if x is None else jnp.repeat(x, group, axis=1)
     mask, bias = operands.mask, elements(operands.bias)
     packed = operands._replace(
         query=elements(operands.query.swapaxes(1, 2)).swapaxes(1, 2),
         bias=bias,
-        dropout_row_keys=elements(operands.dropout_row_keys),
+        dropout_row_keys=row_keys(operands.dropout_row_keys),
         mask=mask._replace(
             kv_lo=rows(mask.kv_lo), kv_hi=rows(mask.kv_hi), q_labels=rows(mask.q_labels), dense=tuple(elements(x) for x in mask.dense)
         ),
