@@ -37,7 +37,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 def _why_not_cuda(problem: Problem) -> str | None:
     from jax._src.lib import cuda_versions  # None without the CUDA plugin, as when compiling ahead of time
 
-    if cuda_versions is None or problem.mask.hides_nothing:
+    if cuda_versions is None or (problem.mask.hides_nothing and problem.kv_len % 128 == 0):  # else the last key tile is masked
         return None
     version = cuda_versions.cuda_runtime_get_version()
     if _MISCOMPILING_CUDA[0] <= version < _MISCOMPILING_CUDA[1]:

@@ -160,8 +160,8 @@ class Walk:
         for row, row_s in numbers:
             plgpu.copy_gmem_to_smem(row.at[shared(row, 0, self.b), shared(row, 1, head), rows], row_s.at[slot], barrier)
 
-    def for_each(self, step, masks: bool = True) -> None:
-        """Run `step(i, partial)`, partial being static; never True where `masks` is not."""
+    def for_each(self, step) -> None:
+        """Run `step(i, partial)`, partial being static."""
 
         def one(i, _):
             full = self.is_full(i)
@@ -172,7 +172,7 @@ class Walk:
             lax.fori_loop(0, self.masked_steps, lambda i, _: step(i, True), None)
             lax.fori_loop(self.masked_steps, self.steps, lambda i, _: step(i, False), None)
         else:
-            lax.fori_loop(0, self.steps, one if masks and self.full_end is not None else lambda i, _: step(i, False), None)
+            lax.fori_loop(0, self.steps, one if self.full_end is not None else lambda i, _: step(i, False), None)
 
 
 def slot_of(i, staged):

@@ -66,7 +66,7 @@ def edge_of(problem: Problem, tiles: Tiles) -> Edge | None:
     return edge(spec.rule, problem.q_len, tiles, spec.has_labels)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def edge(rule: visibility.RowRule, q_len: int, tiles: Tiles, others: bool = False) -> Edge | None:
     """The same steps have to serve every q tile and stay within the resident keys, which must be all; else None."""
     if not tiles.pieces or rule.kv_len > tiles.resident:

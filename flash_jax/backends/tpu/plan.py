@@ -47,13 +47,13 @@ def ranges_of(rule: visibility.RowRule, q_len: int, tiles: Tiles, i) -> schedule
     return schedule.Ranges(begin, full_begin, xp.clip(divide(hi_min, tiles.block_kv), full_begin, end), end)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def bounds(rule: visibility.RowRule, q_len: int) -> tuple[np.ndarray, np.ndarray]:
     """The rule's bounds of all rows, before tracing."""
     return rule(np.arange(q_len, dtype=np.int32))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def unseen(rule: visibility.RowRule, q_len: int) -> tuple[bool, bool]:
     """Whether the rule leaves a row without keys, and a key without rows."""
     lo, hi = bounds(rule, q_len)
