@@ -233,8 +233,11 @@ def backward(
         gradients["bias"] = gradients["bias"][:, :, :rows, :columns].astype(problem.bias_dtype)
     if "scale" in wanted:
         assert operands.scale is not None
-        by_batch = gradients["scale"].sum((1, 2))
-        gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
+        of_rows = gradients["scale"]
+        if operands.scale.shape[0] == 1:
+            of_rows = of_rows.sum(0, keepdims=True)
+        # Batch and heads first, then the rows: without the barrier XLA makes one long sum of them, which rounds more.
+        gradients["scale"] = lax.optimization_barrier(of_rows.sum(2)).sum(1)
     lengths = {"query": problem.q_len, "key": problem.kv_len, "value": problem.kv_len}
     return {name: x[:, : lengths[name]] if name in lengths else x for name, x in gradients.items()}
 
