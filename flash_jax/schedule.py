@@ -22,7 +22,7 @@ def num_tiles(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def library(x) -> Any:
+def numpy_or_jax(x) -> Any:
     """NumPy for what is known before tracing, else `jax.numpy`, which outside of a trace would compile every operation by itself."""
     return np if isinstance(x, np.ndarray) else jnp
 
@@ -32,7 +32,7 @@ def _tiles(x: Array, block: int, fill) -> Array:
     length = x.shape[-1]
     n = num_tiles(length, block)
     if n * block != length:
-        x = library(x).pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * block - length)], constant_values=fill)
+        x = numpy_or_jax(x).pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * block - length)], constant_values=fill)
     return x.reshape(*x.shape[:-1], n, block)
 
 
@@ -51,7 +51,7 @@ class Hull(NamedTuple):
 
 def hull(kv_lo: Array, kv_hi: Array, block_q: int) -> Hull:
     """From bounds int32 `[..., q_len]`."""
-    far, xp = np.int32(2**31 - 1), library(kv_lo)
+    far, xp = np.int32(2**31 - 1), numpy_or_jax(kv_lo)
     seen = kv_lo < kv_hi
     return Hull(
         lo_min=_tiles(xp.where(seen, kv_lo, far), block_q, far).min(-1),
@@ -75,7 +75,7 @@ class Ranges(NamedTuple):
 
 def interval_ranges(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int) -> Ranges:
     """Key tiles that each q tile visits, from bounds int32 `[..., q_len]` alone."""
-    h, xp = hull(kv_lo, kv_hi, block_q), library(kv_lo)
+    h, xp = hull(kv_lo, kv_hi, block_q), numpy_or_jax(kv_lo)
     begin = xp.where(h.lo_min < h.hi_max, h.lo_min // block_kv, 0)
     end = xp.where(h.lo_min < h.hi_max, -(-h.hi_max // block_kv), 0)
     full_begin = xp.clip(-(-h.lo_max // block_kv), begin, end)
@@ -158,7 +158,7 @@ def block_kinds(blocks: Array, block_sizes: tuple[int, int], block_q: int, block
 
 def classify(some: Array, every: Array) -> Array:
     """int8 kinds of tiles, from whether some score of each is visible, and whether every one is."""
-    xp = library(some)
+    xp = numpy_or_jax(some)
     return xp.where(some, xp.where(every, FULL, PARTIAL), EMPTY).astype(np.int8)
 
 

@@ -53,7 +53,7 @@ class RowRule:
 def interval(rule: RowRule, q_ids, offset, prefix):
     """`RowRule.__call__` with an offset and a prefix that may be arrays."""
     position = q_ids + offset
-    xp = schedule.library(position)
+    xp = schedule.numpy_or_jax(position)
     lo = xp.zeros_like(position)
     hi = xp.full_like(position, rule.kv_len)
     if rule.left is not None:

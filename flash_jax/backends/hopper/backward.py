@@ -167,7 +167,7 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
         return inputs
     q_lo, q_hi = transposed_bounds(problem, operands, kv_pad)
     always = problem.mask.rule is not None and bool((q_hi >= problem.q_len).all())
-    xp = schedule.library(q_hi)
+    xp = schedule.numpy_or_jax(q_hi)
     q_hi = xp.where(q_hi >= problem.q_len, np.int32(q_pad), q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)

@@ -42,7 +42,7 @@ def transposed_bounds(problem: Problem, operands: Operands, length: int):
 def _seen_by_bounds(problem: Problem, operands: Operands):
     """Booleans `[1 | batch, kv_len]`: keys in the interval of some row; those of successive rows leave no gap. NumPy if known now."""
     lo, hi = static_bounds(problem) or row_bounds(problem.mask, operands.mask, problem.q_len)
-    xp = schedule.library(lo)
+    xp = schedule.numpy_or_jax(lo)
     first = xp.where(lo < hi, lo, problem.kv_len).min(1, keepdims=True)
     last = xp.where(lo < hi, hi, 0).max(1, keepdims=True)
     keys = np.arange(problem.kv_len, dtype=np.int32)
@@ -94,7 +94,7 @@ def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndar
         if isinstance(seen, np.ndarray) and seen.all():
             return None
     unseen = (~seen).astype(np.int32)
-    unseen = schedule.library(seen).pad(unseen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)])
+    unseen = schedule.numpy_or_jax(seen).pad(unseen, [(0, 0), (0, num_tiles * block_kv - problem.kv_len)])
     return unseen.reshape(-1, num_tiles, block_kv).max(-1)
 
 

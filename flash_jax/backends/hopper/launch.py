@@ -223,7 +223,7 @@ def _each(function: Callable, tiles: Tile) -> Tile:
 
 def _steps_of_ranges(ranges: schedule.Ranges) -> Tile:
     """Key tiles from last to first; at least one step."""
-    xp = schedule.library(ranges.end)
+    xp = schedule.numpy_or_jax(ranges.end)
     begin, full_begin, full_end, end = ranges
     end = xp.maximum(end, 1)
     begin = xp.minimum(begin, end - 1)
@@ -235,7 +235,7 @@ def _split(steps: Tile, parts: int, direction: int) -> Tile:
 
     direction: 1 where `first` counts up from step to step, -1 where it counts down.
     """
-    xp = schedule.library(steps.steps)
+    xp = schedule.numpy_or_jax(steps.steps)
     every = steps.steps[..., None]
     length = -(-every // parts)
     start = np.arange(parts, dtype=np.int32) * length

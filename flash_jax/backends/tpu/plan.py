@@ -35,7 +35,7 @@ def ranges(problem: Problem, tiles: Tiles, i) -> schedule.Ranges:
 
 def ranges_of(rule: visibility.RowRule, q_len: int, tiles: Tiles, i) -> schedule.Ranges:
     """`ranges` of any rule; in NumPy where `i` is."""
-    xp = schedule.library(i)
+    xp = schedule.numpy_or_jax(i)
     first = xp.asarray(i, xp.int32) * tiles.block_q
     last = xp.minimum(first + tiles.block_q, q_len) - 1
     (lo_min, hi_min), (lo_max, hi_max) = rule(first), rule(last)
