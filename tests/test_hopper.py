@@ -328,6 +328,17 @@ def lower_for_a_gpu(head_dim):
     assert not compiled_apart
 
 
+def test_a_float64_bias_has_a_float64_gradient():
+    with jax.enable_x64(True):
+        q = np.zeros((1, 130, 2, 64), np.float16)
+        request = api.prepare(q, q, q, bias=np.zeros((1, 2, 130, 130)))
+        config, _ = hopper.BACKEND.default_config(request.problem, H200)
+        lse = jax.ShapeDtypeStruct((1, 130, 2), np.float32)
+        run = lambda operands, out, lse: hopper.BACKEND.backward(request.problem, config, operands, out, lse, out, lse, ("bias",))
+        gradient = jax.jit(run).trace(request.operands, q, lse).lower(lowering_platforms=("cuda",)).out_info["bias"]
+        assert (gradient.shape, gradient.dtype) == ((1, 2, 130, 130), np.float64)
+
+
 def test_declines_name_what_came():
     def case(dtype=np.float16, **options):
         return api.prepare(*(np.zeros((1, 8, 1, 64), dtype) for _ in range(3)), **options).problem
