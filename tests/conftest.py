@@ -29,6 +29,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--device"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes (-n) share the card
+        # Kernels are not XLA's to tune; the references are, for most of a test's time.
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
         return
     # Read when jax is imported, and inherited by the processes that tests start.
     os.environ["JAX_PLATFORMS"] = "cpu"
