@@ -1,4 +1,4 @@
-"""Bytes that reach HBM, by hardware counters, beside what `flash_jax.io_model` predicts.
+"""Bytes that reach HBM and the L2 cache, by hardware counters, beside what `flash_jax.io_model` predicts.
 
     python benchmarks/counters.py measure benchmarks/results/counters.json    # needs Nsight Compute's ncu and the right to read counters
     python benchmarks/counters.py measure counters.json --seconds 100         # as many of the cases as fit, ours and the shortest first
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -33,8 +34,15 @@ from flash_jax.bench.rows import BLOCK, Row
 from flash_jax.bench.sides import SIDES
 from flash_jax.bench.timing import provenance
 
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")  # few enough that no kernel runs twice
-NAMES = ("read", "written", "nanoseconds")
+METRICS = {  # few enough, and of such kinds, that no kernel runs twice: a second run would find another cache
+    "read": "dram__bytes_read.sum",
+    "written": "dram__bytes_write.sum",
+    "nanoseconds": "gpu__time_duration.sum",
+    "asked": "lts__t_sectors_srcunit_tex_op_read.sum",  # of 32 bytes, which multiprocessors read from the L2 cache
+    "crossed": "lts__t_sectors_srcunit_ltcfabric_op_read.sum",  # which one half of the cache reads from the other
+    "lookups": "lts__t_tag_requests.sum",  # of lines of 128 bytes, reads and writes
+    "hits": "lts__t_tag_requests_hit.sum",
+}
 GPT2_MEDIUM = PRESETS["paper"]()[0]
 SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
 AT_ONCE = 12  # cases compiled together
@@ -105,17 +113,20 @@ def _compile(case: tuple[Row, str]) -> compiled.Side | Exception:
 
 def measure(out: pathlib.Path, seconds: float) -> None:
     """Run the cases under ncu and write what it counted."""
-    log = out.with_suffix(".csv")
+    began, log = time.monotonic(), out.with_suffix(".csv")
     options = "--clock-control none --cache-control none --profile-from-start off --target-processes application-only --csv --page raw"
-    options += f" --print-units base --metrics {','.join(METRICS)}"
+    options += f" --print-units base --metrics {','.join(METRICS.values())}"
     command = ["ncu", *options.split(), "--log-file", str(log), sys.executable, __file__, "run", "--seconds", str(seconds)]
     quick = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # products by cuBLAS: a search for faster ones takes minutes
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "XLA_FLAGS": quick}).stdout
     said = lambda kind: [json.loads(line.removeprefix(kind)) for line in shown.splitlines() if line.startswith(kind)]
     where = {"command": f"python benchmarks/counters.py measure --seconds {seconds:g}", "XLA_FLAGS": quick, "ncu": options}
     results = {"provenance": provenance() | where, "left_out": said("left out"), "cases": []}
-    head, _, *kernels = csv.reader(line for line in log.read_text().splitlines() if line.startswith('"'))
-    columns = [head.index(name) for name in ("Kernel Name", *METRICS)]
+    text = log.read_text()
+    passes = sorted(set(map(int, re.findall(r"- (\d+) pass", text + shown))))  # [1]
+    results["provenance"] |= {"passes": passes, "seconds": round(time.monotonic() - began)}
+    head, _, *kernels = csv.reader(line for line in text.splitlines() if line.startswith('"'))
+    columns = [head.index(name) for name in ("Kernel Name", *METRICS.values())]
     counted = split([[line[column] for column in columns] for line in kernels])
     for (row, side, phase), kernels, after in zip(said("case"), counted[1::2], counted[2::2], strict=True):
         left = sum(kernel["written"] for kernel in after)
@@ -131,7 +142,7 @@ def split(kernels: list[list[str]]) -> list[list[dict]]:
         if "xor" in name:
             parts.append([])
         else:
-            parts[-1].append({"kernel": name, **{key: float(value.replace(",", "")) for key, value in zip(NAMES, values, strict=True)}})
+            parts[-1].append({"kernel": name, **{key: float(value.replace(",", "")) for key, value in zip(METRICS, values, strict=True)}})
     return [part for part in parts if part]
 
 
@@ -195,30 +206,33 @@ def plot(lines: list[dict], path: pathlib.Path) -> None:
 
     colors = {"jax.nn": "#d1495b", "jax.nn:cudnn": "#8d6a9f", "flash_jax": "#1f6fb4"}
     labels = {"jax.nn": "standard (jax.nn)", "jax.nn:cudnn": "cuDNN", "flash_jax": "flash_jax"}
+    sizes = {"jax.nn": 6, "jax.nn:cudnn": 9, "flash_jax": 6}  # cuDNN's a ring, which shows around the same number
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    ticks: dict = {}
-    for line, phase in zip(axes, ("forward", "backward"), strict=True):
+    for (left, right), phase in zip(axes, ("forward", "backward"), strict=True):
         for side, color in colors.items():
             of = [x for x in lines if x["case"]["side"] == side and x["case"]["phase"] == phase]
             plain = [x for x in of if x["row"].density is None and x["row"].head_dim == 128]
             sparse = [x for x in of if x["row"].density is not None]
-            for axis, points, key in ((line[0], plain, "length"), (line[1], sparse, "density")):
-                if points:
-                    at = [getattr(x["row"], key) for x in points]
-                    axis.loglog(
-                        at, [(x["read"] + x["written"]) / 1e9 for x in points], "o", base=2, color=color, label=f"{labels[side]}, measured"
-                    )
-                    axis.loglog(at, [x["predicted"] / 1e9 for x in points], "-", base=2, color=color, label=f"{labels[side]}, predicted")
-                    ticks[axis] = sorted(set(ticks.get(axis, [])) | set(at))
-        line[0].set(title=f"{phase}, head_dim 128, {TOKENS} tokens", xlabel="length")
-        line[1].set(title=f"{phase}, block-sparse at {TOKENS}", xlabel="density")
-        for axis in line:
-            axis.set_visible(axis in ticks)
-            axis.set_xticks(ticks.get(axis, []), [f"{n:g}" for n in ticks.get(axis, [])])
+            fill = "none" if side == "jax.nn:cudnn" else "full"
+            for axis, points, key in ((left, plain, "length"), (right, sparse, "density")):
+                at = [getattr(x["row"], key) for x in points]
+                if not points:
+                    continue
+                measured = [(x["read"] + x["written"]) / 1e9 for x in points]
+                axis.plot(at, measured, "o", color=color, markersize=sizes[side], fillstyle=fill, label=f"{labels[side]}, measured")
+                if side != "jax.nn:cudnn":  # the model's line is that of flash_jax
+                    axis.plot(at, [x["predicted"] / 1e9 for x in points], "-", color=color, label=f"{labels[side]}, predicted")
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(at, [f"{n:g}" for n in at])
+        left.set(title=f"{phase}, head_dim 128, {TOKENS} tokens", xlabel="length")
+        left.set_yscale("log", base=2)
+        right.set(title=f"{phase}, block-sparse, length {TOKENS}, head_dim 128", xlabel="density")
+        right.set_ylim(bottom=0)
+        for axis in (left, right):
             axis.set_ylabel("GB to and from HBM")
             axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             axis.grid(alpha=0.25)
-            if axis in ticks:
+            if axis.lines:
                 axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -83,10 +83,11 @@ def benchmark(name: str, results: dict) -> str:
 
 
 def origin(results: dict) -> str:
-    """Command, flags, date and version."""
+    """Command, flags, date, version, and how long it took where that is on record."""
     where = results["provenance"]
     flags = f"XLA_FLAGS={where['XLA_FLAGS']} " if where.get("XLA_FLAGS") else ""
-    return f"`{flags}{where['command']}`, {where['date'][:10]}, jax {where['jax']}"
+    took = f", {where['seconds']} seconds" if "seconds" in where else ""
+    return f"`{flags}{where['command']}`, {where['date'][:10]}, jax {where['jax']}{took}"
 
 
 def title(results: dict) -> str:

@@ -3,6 +3,7 @@
 import pathlib
 
 import counters
+from counters import GPT2_MEDIUM
 
 from flash_jax import io_model
 from flash_jax.bench.measure import PHASES
@@ -10,8 +11,9 @@ from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import Row
 
 LABEL = {"flash": "flash_jax", "jax_xla": "jax.nn (xla)", "jax_cudnn": "jax.nn (cudnn)", "tokamax": "tokamax"}
-SIDES = {"jax.nn": "standard (jax.nn)", "jax.nn:cudnn": "cuDNN", "flash_jax": "flash_jax"}
+SIDES = {"jax.nn": "standard", "jax.nn:cudnn": "cuDNN", "flash_jax": "flash_jax"}
 COLORS = {"jax.nn": "#d1495b", "jax.nn:cudnn": "#8d6a9f", "flash_jax": "#1f6fb4"}
+CURVES = {"full": {}, "causal": {"is_causal": True}, "dropout 0.1": {"dropout": 0.1}}
 # Figure 2, left, of arXiv 2205.14135: the version of June 2022, and in brackets the later one.
 PRINTED = {"GFLOP": ("66.6", "75.2"), "HBM, GB": ("40.3 (35.3)", "4.4 (4.4)"), "ms": ("41.7 (35.1)", "7.3 (11.7)")}
 
@@ -37,6 +39,11 @@ def rows_of(results: dict) -> dict[Row, dict]:
     """The sides of each row that was run."""
     by_name = {record["row"]: record["sides"] for record in results["rows"]}
     return {row: by_name[row.name] for row in PRESETS[results["preset"]]() if row.name in by_name}
+
+
+def with_standard(sides: dict) -> dict:
+    """The sides by the names of the tables: with dropout, which `jax.nn` has not, the standard computation is the side `standard`."""
+    return sides | {"jax.nn": sides["standard"]} if "forward" in sides.get("standard", {}) else sides
 
 
 def both(side: dict) -> float | None:
@@ -65,7 +72,7 @@ def number(value: float | None, form: str) -> str:
 
 def figure2(results: dict, bytes_moved: list[dict]) -> str:
     """GPT-2 medium's attention, forward and backward."""
-    row, sides = next(iter(rows_of(results).items()))
+    row, sides = GPT2_MEDIUM, rows_of(results)[GPT2_MEDIUM]
     problem = io_model.make_problem(row.length, batch=row.batch, num_heads=row.num_heads, head_dim=row.head_dim, dtype=row.dtype)
     standard = [io_model.standard_forward(problem), io_model.standard_backward(problem)]
     flash = [of(problem, (128, 128)) for of in (io_model.flash_forward, io_model.flash_backward)]
@@ -83,14 +90,14 @@ def figure2(results: dict, bytes_moved: list[dict]) -> str:
 def curve(results: dict, **words) -> list[tuple[Row, dict]]:
     """The rows of one curve, by length."""
     wanted = {"is_causal": False, "dropout": 0.0} | words
-    rows = list(rows_of(results).items())[1:]
+    rows = [(row, with_standard(sides)) for row, sides in rows_of(results).items() if row != GPT2_MEDIUM]
     return [(row, sides) for row, sides in rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
 
 def lengths(results: dict) -> str:
     """Forward and backward, in milliseconds, against the length."""
     lines = []
-    for kind, words in (("full", {}), ("causal", {"is_causal": True}), ("dropout 0.1", {"dropout": 0.1})):
+    for kind, words in CURVES.items():
         for row, sides in curve(results, **words):
             times = {name: both(sides.get(name, {})) for name in SIDES}
             over = {name: times[name] / times["flash_jax"] for name in ("jax.nn", "jax.nn:cudnn") if times[name] and times["flash_jax"]}
@@ -100,13 +107,20 @@ def lengths(results: dict) -> str:
 
 
 def crossover(results: dict) -> str:
-    """The lengths at which the standard computation is as fast or faster."""
-    compared = [(row.length, both(sides["flash_jax"]), both(sides["jax.nn"])) for row, sides in curve(results)]
-    if any(standard is None for *_, standard in compared):
-        return "The standard computation has no time in this run, so the length at which the two are equally fast is not known."
-    slower = [length for length, flash, standard in compared if standard < flash]
-    faster = "at every length measured" if not slower else f"at every length measured but {', '.join(map(str, slower))}"
-    return f"With a full mask flash_jax is faster than the standard computation {faster}; the shortest is {compared[0][0]}."
+    """Of each curve the lengths at which the standard computation is as fast or faster."""
+    lines = []
+    for kind, words in CURVES.items():
+        times = [(row.length, both(sides["flash_jax"]), both(sides.get("jax.nn", {}))) for row, sides in curve(results, **words)]
+        timed = [(length, flash, standard) for length, flash, standard in times if flash is not None and standard is not None]
+        slower = [length for length, flash, standard in timed if standard <= flash]
+        shortest = min((length for length, *_ in timed), default=None)
+        if shortest is None:
+            lines.append(f"* {kind}: the standard computation has no time in this run.")
+        elif slower:
+            lines.append(f"* {kind}: the standard computation is as fast or faster at {', '.join(map(str, slower))}.")
+        else:
+            lines.append(f"* {kind}: flash_jax is faster at every length measured; the shortest is {shortest}.")
+    return "\n".join(lines)
 
 
 def memory(results: dict) -> str:
@@ -139,14 +153,15 @@ def plots(files: dict[str, dict], folder: pathlib.Path) -> None:
     if "h200_paper" in files:
         results = files["h200_paper"]
         figure, (time, space) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-        for kind, words, style in (("full", {}, "o-"), ("causal", {"is_causal": True}, "s--"), ("dropout", {"dropout": 0.1}, "^:")):
+        for (kind, words), style in zip(CURVES.items(), ("o-", "s--", "^:"), strict=True):
             for name, color in COLORS.items():
                 points = [(row.length, t * 1e3) for row, sides in curve(results, **words) if (t := both(sides[name])) is not None]
                 if points:
                     time.loglog(*zip(*points, strict=True), style, base=2, color=color, label=f"{SIDES[name]}, {kind}", markersize=4)
-        for name, color in COLORS.items():
+        for name, color in reversed(COLORS.items()):
             points = [(row.length, b / 1e6) for row, sides in curve(results) if (b := kept(sides[name], row)) is not None]
-            space.loglog(*zip(*points, strict=True), "o-", base=2, color=color, label=SIDES[name], markersize=4)
+            under = {"linewidth": 6, "alpha": 0.4} if name == "flash_jax" else {}  # cuDNN's line may be the same: both show
+            space.loglog(*zip(*points, strict=True), "o-", base=2, color=color, label=SIDES[name], markersize=4, **under)
         time.set(title="forward and backward, 16384 tokens, 16 heads of 64, float16", xlabel="length", ylabel="ms")
         space.set(title="memory beyond the inputs", xlabel="length", ylabel="MB")
         _finish(pyplot, figure, (time, space), folder / "paper_lengths.png", [row.length for row, _ in curve(results)])

@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 from paper import LABEL
-from train_gpt import ATTENTION, COLOR, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
+from train_gpt import ATTENTION, PRESETS, Config, Training, memory_limit, read_text, sample_batch, temporary_bytes
 
 from flash_jax.bench import turns
 from flash_jax.bench.measure import in_short
@@ -186,8 +186,8 @@ def plot(results: dict, path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run in results["runs"]:
         flash, seed = run["attention"] == "flash", run["seed"]
-        look = {"linewidth": 3 if flash else 1, "alpha": 0.45 if flash else 1, "linestyle": ("-", "--")[seed]}
-        axes.plot(run["losses"], color=COLOR[run["attention"]], label=f"{LABEL[run['attention']]}, seed {seed}", **look)
+        look = {"linewidth": 4 if flash else 1, "alpha": 0.35 if flash else 1, "color": ("#1f6fb4", "#d1495b")[seed]}
+        axes.plot(run["losses"], label=f"{LABEL[run['attention']]}, seed {seed}", **look)
     apart = results["differences"]
     c = results["config"]
     shape = f"{c['layers']} layers, {c['heads']} heads of {c['head_dim']}, length {c['seq']}, {c['dtype']}"

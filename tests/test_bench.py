@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -12,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from flash_jax.bench import compiled, kernels, report, timing, turns
+from flash_jax.bench import compiled, kernels, progress, report, timing, turns
 from flash_jax.bench import measure as measuring
 from flash_jax.bench.__main__ import main
 from flash_jax.bench.accuracy import NAMES, Reference
 from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import BLOCK, DIFFERENTIATED, Row, equal_segments
-from flash_jax.bench.sides import SIDES
+from flash_jax.bench.sides import SIDES, default_sides
 
 SMALL = Row(1, 256, 2, 32, dtype="float32", is_causal=True)
 
@@ -126,6 +127,18 @@ def test_dropout_is_checked_with_its_own_bits():
         SIDES["jax.nn"](row)(arrays)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_standard_attention_with_dropout_is_asked_the_same(is_causal):
+    row = Row(2, 100, 2, 16, dtype="float32", is_causal=is_causal, dropout=0.3)
+    arrays = row.draw()
+    assert reference_of(row, arrays).check(results_of(SIDES["standard"](row), arrays))[1] is None
+    assert "standard" in default_sides([row])
+    plain = dataclasses.replace(row, dropout=0.0)
+    assert "standard" not in default_sides([plain])
+    with pytest.raises(NotImplementedError, match=r"without dropout it is jax\.nn"):
+        SIDES["standard"](plain)
+
+
 def test_an_error_in_short():
     assert measuring.in_short(ValueError("first\nsecond")) == "ValueError: first"
     assert measuring.in_short(MemoryError()) == "MemoryError: "
@@ -220,13 +233,23 @@ def test_compare_claims_only_what_the_spread_allows(tmp_path, capsys):
 
 
 # -------------------------------------------------------------------------------------------------------- command
+def test_the_bar_says_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    progress.show("rows timed", 1, 4, 61, 183.4)
+    progress.say("a row")
+    assert capsys.readouterr().err == "\r\033[K[######..................] 1 of 4 rows timed, 1:01, about 3:03 left\r\033[Ka row\n"
+
+
 MINE = ["mine", "--shape", "1,128,128,2,2,16", "--dtype", "float32", "--is-causal", "--seconds", "0.1"]
 
 
 def test_command_writes_its_report(tmp_path, capsys):
     out = tmp_path / "mine.json"
     assert main([*MINE, "--out", str(out.with_suffix(""))]) == 0, ".json is added"
-    assert "## Where we lose" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "## Where we lose" in said.out
+    assert re.search(r"^\[#{24}\] 1 of 1 rows compiled, \d:\d\d, about 0:00 left$", said.err, re.MULTILINE)
+    assert re.search(r"^\[#{24}\] 1 of 1 rows timed, \d:\d\d, about 0:00 left$", said.err, re.MULTILINE)
     data = json.loads(out.read_text())
     assert data["provenance"]["jax"] == jax.__version__
     assert set(data["rows"][0]["sides"]) >= {"flash_jax", "jax.nn"}

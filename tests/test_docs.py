@@ -25,16 +25,34 @@ def test_every_implementation_is_documented():
     assert set(NAMES) <= set(rows)
 
 
-# A measured figure and its unit; the decimals that are shown are those that must agree.
-FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?) ?(TFLOP/s|tokens/s|ms|µs|times faster|times slower)(?!\w)")
-IN_UNITS = {"TFLOP/s": ("tflops", 1), "tokens/s": ("tokens_per_second", 1), "ms": ("median", 1e3), "µs": ("median", 1e6)}
+# A figure and its unit, or two with "to" between them; the decimals that are shown are those that must agree.
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+UNIT = "TFLOP/s|tokens/s|ms|µs|s|seconds|minutes|times|x|%|kB|MB|GB|KiB|MiB|GiB|TB/s|GB/s|k cycles|cycles"
+FIGURE = re.compile(rf"(?<![\w.])({NUMBER})(?: to ({NUMBER}))?[\s-]({UNIT})(?![\w/])")
+BYTES = {"kB": 1e-3, "MB": 1e-6, "GB": 1e-9, "KiB": 2.0**-10, "MiB": 2.0**-20, "GiB": 2.0**-30}
+IN_UNITS = {  # keys of results files, and what their numbers are to be multiplied by
+    "TFLOP/s": {"tflops": 1},
+    "tokens/s": {"tokens_per_second": 1},
+    "ms": {"median": 1e3, "kernels": 1e3},
+    "µs": {"median": 1e6, "kernels": 1e6},
+    "s": {"trace": 1, "compile": 1, "took": 1},
+    "seconds": {"trace": 1, "compile": 1, "took": 1},
+    "times": {"ratio": 1},
+    "x": {"ratio": 1},
+    "cycles": {"kernel": 1, "with_xla_ops": 1},
+    "%": {"mxu_percent": 1},
+    "k cycles": {"kernel": 1e-3, "with_xla_ops": 1e-3},
+    **{unit: dict.fromkeys(("memory", "residuals", "read", "written", "asked"), factor) for unit, factor in BYTES.items()},
+}
+# What no results file has, and no program on the page: where it comes from.
+SOURCES = json.loads((ROOT / "tests" / "figures.json").read_text())
 
 
 def leaves(tree, name=None):
-    """`(key, number)` of everything in a results file."""
+    """`(key, number)` of everything in a results file; how long the run took is called `took`."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from leaves(value, key)
+            yield from leaves(value, "took" if name == "provenance" and key == "seconds" else key)
     elif isinstance(tree, list):
         for value in tree:
             yield from leaves(value, name)
@@ -50,21 +68,36 @@ def prose(page):
     return text
 
 
-def test_each_figure_is_found_in_a_results_file():
-    files = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")]
-    found = [leaf for data in files for leaf in leaves(data)]
-    for page in PAGES:
-        if page == "docs/results.md":  # generated as a whole; tests/test_results.py compares it
-            continue
-        for number, unit in FIGURE.findall(prose(page)):
-            key, factor = IN_UNITS.get(unit, ("ratio", 1))
-            decimals = len(number.partition(".")[2])
-            value = float(number.replace(",", ""))
-            near = any(name == key and round(x * factor, decimals) == value for name, x in found)
-            assert near or "predict" in _sentence(page, number), f"{page}: {number} {unit} is in no results file"
+def figures(page):
+    """`(number, unit)` of each figure in a page's prose."""
+    for first, second, unit in FIGURE.findall(prose(page)):
+        yield from ((number, unit) for number in (first, second) if number)
 
 
-def _sentence(page, number):
-    text = prose(page)
-    at = text.index(number)
-    return text[max(text.rfind(". ", 0, at), 0) : at + 80]
+@pytest.fixture(scope="module")
+def measured():
+    """The numbers of all results files, by their key."""
+    found = {}
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        for key, number in leaves(json.loads(path.read_text())):
+            found.setdefault(key, []).append(number)
+    return found
+
+
+def computed(page):
+    """Numbers in the programs of a page, which run above."""
+    return [float(x.replace("_", "")) for x in re.findall(r"(?<![\w.])\d[\d_]*(?:\.\d+)?", "".join(PROGRAMS[page]))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/results.md"])  # tests/test_results.py compares that one
+def test_each_figure_has_a_source(page, measured):
+    """A results file, a program on the page, or what `figures.json` names."""
+    elsewhere = dict(SOURCES.get(page, {}))
+    for number, unit in figures(page):
+        value, decimals = float(number.replace(",", "")), len(number.partition(".")[2])
+        in_files = ((x, factor) for key, factor in IN_UNITS.get(unit, {}).items() for x in measured.get(key, ()))
+        in_programs = ((x, factor) for x in computed(page) for factor in (1, {"%": 100, **BYTES}.get(unit, 1)))
+        near = any(round(x * factor, decimals) == value for x, factor in (*in_programs, *in_files))
+        named = elsewhere.pop(f"{number} {unit}", None) or SOURCES.get(page, {}).get(f"{number} {unit}")
+        assert near or named, f"{page}: {number} {unit} is in no results file"
+    assert not elsewhere, f"{page} has no such figures: tests/figures.json is out of date"

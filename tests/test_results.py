@@ -69,6 +69,26 @@ def test_block_sparse_is_held_to_its_density():
     assert "| 0.25 | 0.360 | 0.360 | 0.35 | no |" in table
 
 
+def test_where_flash_stops_paying():
+    """Of each curve; with dropout the standard computation is a side of its own."""
+    paper = module("paper")
+    times = {"full": {32: (4, 2), 128: (3, 3), 512: (2, 4)}, "causal": {32: (1, 2)}, "dropout 0.1": {512: (2, 5)}}
+    rows: list[dict] = []
+    for kind, words in paper.CURVES.items():
+        for row in paper.PRESETS["paper"]():
+            if (row.is_causal, row.dropout) == (kind == "causal", words.get("dropout", 0.0)) and row.length in times[kind]:
+                ours, theirs = ({phase: timed(t * 1e-3, {}) for phase in row.phases} for t in times[kind][row.length])
+                standard = {"jax.nn": {"refused": "no dropout"}, "standard": theirs} if row.dropout else {"jax.nn": theirs}
+                rows.append({"row": row.name, "sides": {"flash_jax": ours, **standard}})
+    results = {"preset": "paper", "rows": rows}
+    assert paper.crossover(results).splitlines() == [
+        "* full: the standard computation is as fast or faster at 32, 128.",
+        "* causal: flash_jax is faster at every length measured; the shortest is 32.",
+        "* dropout 0.1: flash_jax is faster at every length measured; the shortest is 512.",
+    ]
+    assert "| dropout 0.1 | 512 | 10.000 |  | 4.000 | 2.50 |  |" in paper.lengths(results)
+
+
 def test_tiles_by_hand():
     pages = module("pages")
     row = lambda **words: module("counters").Row(1, 1024, 1, 8, is_causal=True, **words)

@@ -4,5 +4,6 @@
     python -m flash_jax.bench compare old.json new.json
 
 `rows` says what is run, `sides` by which implementations, `accuracy` which results have a speed at all, `timing` how time is taken,
-`measure` puts these together, `turns` divides them over processes, `report` writes and compares results.
+`measure` puts these together, `turns` divides them over processes, `progress` says how long the rest takes, `report` writes and
+compares results.
 """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flash_jax.bench import compiled, report, turns
+from flash_jax.bench import compiled, progress, report, turns
 from flash_jax.bench.measure import measure, refusals
 from flash_jax.bench.presets import PRESETS
 from flash_jax.bench.rows import Row, equal_segments
@@ -107,11 +107,12 @@ def _rows(o) -> list[Row]:
 
 def _measured(chosen: list[Row], o) -> Iterator[dict]:
     """The record of each row: all are compiled before any is timed."""
-    rows = compiled.start(chosen, {name: SIDES[name] for name in o.sides or default_sides()})
+    rows = compiled.start(chosen, {name: SIDES[name] for name in o.sides or default_sides(chosen)})
     began = time.monotonic()
-    for n, row in enumerate(rows):
+    for n, row in enumerate(rows, 1):
         row.wait()
-        sys.stderr.write(f"\rcompiled {n + 1} of {len(rows)}, {time.monotonic() - began:.0f} s" + "\n" * (n + 1 == len(rows)))
+        elapsed = time.monotonic() - began
+        progress.show("rows compiled", n, len(rows), elapsed, elapsed / n * (len(rows) - n) + o.seconds * len(rows))
     if o.wait or o.part is not None:
         turns.ready()
     while rows:
@@ -148,10 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = _in_processes(list(arguments or sys.argv[1:]), o) if o.processes > 1 else _measured(chosen, o)
     order = {row.name: n for n, row in enumerate(chosen)}
     results = {"preset": o.command, "provenance": {}, "rows": []}
-    for record in records:
+    first = math.nan
+    for n, record in enumerate(records, 1):
+        now = time.monotonic()
+        first = now if n == 1 else first
         results["provenance"] = results["provenance"] or provenance()
         results["rows"] = sorted([*results["rows"], record], key=lambda record: order[record["row"]])
-        sys.stderr.write(f"[{len(results['rows'])} of {len(chosen)}] {report.line(record)}\n")
+        progress.say(report.line(record))
+        each = (now - first) / (n - 1) if n > 1 else o.seconds
+        progress.show("rows timed", n, len(chosen), now - began, each * (len(chosen) - n))
         if o.out:
             report.save(results, o.out)
     missing = order.keys() - {record["row"] for record in results["rows"]}

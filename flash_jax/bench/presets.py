@@ -50,8 +50,9 @@ def _paper() -> list[Row]:
     """Of the FlashAttention paper: the table of its Figure 2, and its curves against the length, full, causal and with dropout."""
     gpt2_medium = Row(64, 1024, 16, 64, dtype="float16")
     curve = lambda n, **words: Row(TOKENS // n, n, 16, 64, dtype="float16", **words)
-    full = [curve(2**n) for n in range(7, 14)]
-    return [gpt2_medium, *full, *(curve(n, **words) for n in (512, 2048, 8192) for words in ({"is_causal": True}, {"dropout": 0.1}))]
+    full = [curve(2**n) for n in range(5, 14)]
+    others = [curve(n, **words) for n in (32, 128, 512, 2048, 8192) for words in ({"is_causal": True}, {"dropout": 0.1})]
+    return [gpt2_medium, *full, *others]
 
 
 def _training() -> list[Row]:

@@ -3,14 +3,14 @@
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_jax.api import flash_attention
+from flash_jax.api import dropout_mask, flash_attention
 from flash_jax.bench.rows import Arrays, Row
 from flash_jax.dispatch import NAMES
 
@@ -23,6 +23,24 @@ def _ours(row: Row, implementation: str | None = None) -> Attention:
 
 def _jax_nn(row: Row, implementation: Literal["xla", "cudnn"] = "xla") -> Attention:
     return lambda arrays: jax.nn.dot_product_attention(**row.dense_words(arrays), implementation=implementation)
+
+
+def _standard(row: Row) -> Attention:
+    """Standard attention with dropout on its weights, which `jax.nn` has not: the paper's Algorithm 0, scores and weights in memory."""
+    if not row.dropout:
+        raise NotImplementedError("without dropout it is jax.nn")
+    _decline(row, "bias", "density", "segments", "window", "num_kv_heads")
+
+    def attention(arrays: Arrays) -> jax.Array:
+        query, key, value = _qkv(arrays)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) / row.head_dim**0.5
+        if row.is_causal:
+            scores = jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf)
+        kept = dropout_mask(arrays["dropout_key"], row.dropout, scores.shape)
+        weights = jnp.where(kept, jax.nn.softmax(scores) / (1 - row.dropout), 0)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+
+    return attention
 
 
 def call_tokamax(*qkv: jax.Array, **words) -> jax.Array:
@@ -87,6 +105,7 @@ SIDES: dict[str, Callable[[Row], Attention]] = {
     **{f"flash_jax:{name}": functools.partial(_ours, implementation=name) for name in NAMES},
     "jax.nn": _jax_nn,
     "jax.nn:cudnn": functools.partial(_jax_nn, implementation="cudnn"),
+    "standard": _standard,
     "fa3": _fa3,
     "fa4": _fa4,
     "tokamax": _tokamax,
@@ -94,7 +113,7 @@ SIDES: dict[str, Callable[[Row], Attention]] = {
 PACKAGES = {"fa3": "dew_flash_attn", "fa4": "fa4_jax", "tokamax": "tokamax"}
 
 
-def default_sides() -> list[str]:
+def default_sides(rows: Iterable[Row] = ()) -> list[str]:
     """Ours and every peer that this machine may run."""
-    peers = ["jax.nn"] + ["jax.nn:cudnn"] * (jax.default_backend() == "gpu")
+    peers = ["jax.nn"] + ["jax.nn:cudnn"] * (jax.default_backend() == "gpu") + ["standard"] * any(row.dropout for row in rows)
     return ["flash_jax", *peers, *(side for side, package in PACKAGES.items() if importlib.util.find_spec(package) is not None)]
