@@ -247,7 +247,22 @@ gradients) left out by bytes and bandwidth: 1.00 is cycles in proportion to what
 
 {table(["", *TPU_BYTES], ratios)}
 
+Block maps of 16384 tokens, XLA's operations counted:
+
+{sparse_cycles(best)}
+
 [Experiments](dev/experiments_tpu.md) has what was tried, and what the rest of each gap is made of."""
+
+
+def sparse_cycles(best: dict) -> str:
+    """Cycles against density, XLA's operations counted, and whether they keep to density + 0.1; `best` by `(generation, mask, phase, who)`."""
+    maps = {"half": 0.5, "quarter": 0.25, "eighth": 0.125, "sixteenth": 0.0625}
+    cases = [(g, p) for g in TPU_BYTES for p in PHASES if all((g, mask, p, "ours") in best for mask in ("dense", *maps))]
+    lines = []
+    for name, density in maps.items():
+        shares = [best[g, name, p, "ours"]["with_xla_ops"] / best[g, "dense", p, "ours"]["with_xla_ops"] for g, p in cases]
+        lines.append([f"{density:g}", *(f"{x:.3f}" for x in shares), f"{density + 0.1:g}", "yes" if max(shares) <= density + 0.1 else "no"])
+    return table(["density", *(f"{g} {phase}, of density 1" for g, phase in cases), "allowed", "kept"], lines)
 
 
 def by_score(generation: str, row: dict, full: dict, phase: str) -> float:
@@ -278,6 +293,13 @@ def speed(results: dict) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------ pages
+def quick(files: dict[str, dict]) -> str:
+    """How long `bench quick` takes."""
+    runs = [results for results in files.values() if results.get("preset") == "quick" and "seconds" in results["provenance"]]
+    where = lambda results: "an NVIDIA H200" if results["provenance"]["platform"] == "gpu" else results["provenance"]["processor"]
+    return f"It took {', '.join(f'{results["provenance"]["seconds"]} seconds on {where(results)}' for results in runs)}."
+
+
 def results_page(files: dict[str, dict]) -> str:
     """docs/results.md."""
     text = [HEAD]
@@ -308,6 +330,7 @@ def pages() -> dict[pathlib.Path, str]:
     files = load()
     parts = paper.parts(files)
     parts["counters"] = counters.markdown(counters.table(*paper.counted(files)))
+    parts["quick"] = quick(files)
     parts["speed"] = speed(files["h200_sweep"])
     parts["training"] = training_in_short(files["h200_training"])
     docs = ROOT / "docs"

@@ -214,6 +214,11 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     # Pieces of 256 rows take 1280 keys each, but the first q tile's own, which have no more than 256, 512, 768 and 1024 before their end.
     assert pages.visited("window", "1024/512/2/4/128") == 28 * 256 * 1280 + 256 * (256 + 512 + 768 + 1024)
     assert pages.visited("packed", "1024/512/2/2/128") == 8 * 512 * (512 + 1024)
+    row = lambda mask, phase, cycles: (("v5e", mask, phase, "ours"), {"with_xla_ops": cycles})
+    shares = {"dense": 100, "half": 55, "quarter": 30, "eighth": 20, "sixteenth": 17}
+    best = dict(row(mask, phase, cycles) for mask, cycles in shares.items() for phase in ("forward", "backward"))
+    assert "| 0.5 | 0.550 | 0.550 | 0.6 | yes |" in pages.sparse_cycles(best)
+    assert "| 0.0625 | 0.170 | 0.170 | 0.1625 | no |" in pages.sparse_cycles(best)
     full = {"kernel": 8192**2 + 4 * 2**20 / 546}
     window = {"mask": "window", "tiles": "1024/512/2/4/128", "kernel": 1.5 * 9830400 + 4 * 2**20 / 546}
     np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward"), 1.5, rtol=1e-6)
