@@ -255,7 +255,7 @@ Block maps of 16384 tokens, XLA's operations counted:
 
 
 def sparse_cycles(best: dict) -> str:
-    """Cycles against density, XLA's operations counted, and whether they keep to density + 0.1; `best` by `(generation, mask, phase, who)`."""
+    """Cycles against density, XLA's operations counted, and whether they keep to density + 0.1; `best` as in `simulated`."""
     maps = {"half": 0.5, "quarter": 0.25, "eighth": 0.125, "sixteenth": 0.0625}
     cases = [(g, p) for g in TPU_BYTES for p in PHASES if all((g, mask, p, "ours") in best for mask in ("dense", *maps))]
     lines = []
