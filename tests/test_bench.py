@@ -252,6 +252,7 @@ def test_command_writes_its_report(tmp_path, capsys):
     assert re.search(r"^\[#{24}\] 1 of 1 rows timed, \d:\d\d, about 0:00 left$", said.err, re.MULTILINE)
     data = json.loads(out.read_text())
     assert data["provenance"]["jax"] == jax.__version__
+    assert "numpy 2." in data["provenance"]["libraries"]
     assert set(data["rows"][0]["sides"]) >= {"flash_jax", "jax.nn"}
     assert out.with_suffix(".md").read_text().startswith("# mine on ")
     assert out.with_suffix(".png").stat().st_size > 5000

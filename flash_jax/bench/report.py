@@ -27,7 +27,9 @@ def markdown(results: dict) -> str:
     where = results["provenance"]
     lines = [f"# {results['preset']} on {where['device']}", ""]
     lines += [
-        f"* {name}: {where[name]}" for name in ("date", "command", "XLA_FLAGS", "processor", "gpu", "jax", "python") if where.get(name)
+        f"* {name}: {where[name]}"
+        for name in ("date", "command", "XLA_FLAGS", "processor", "gpu", "jax", "python", "libraries")
+        if where.get(name)
     ]
     for phase in PHASES:
         table = [text for record in results["rows"] for text in _lines(record, phase)]

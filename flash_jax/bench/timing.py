@@ -15,6 +15,16 @@ from datetime import UTC, datetime
 import jax
 import numpy as np
 
+LIBRARIES = (
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu13",
+    "jax-cuda12-plugin",
+    "nvidia-cudnn-cu12",
+    "libtpu",
+    "tokamax",
+    "dew-flash-attn",
+    "fa4-jax",
+)
 LEAST = 0.005  # seconds a sample should take, so that neither the clock nor the launch is what is measured
 
 
@@ -78,7 +88,15 @@ def provenance() -> dict:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
+        "libraries": ", ".join(f"{name} {version}" for name in LIBRARIES if (version := _version(name))),
     }
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _without_out(arguments: list[str]) -> list[str]:
