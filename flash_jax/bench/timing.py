@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 LIBRARIES = (
+    "numpy",
     "jax-cuda13-plugin",
     "nvidia-cudnn-cu13",
     "jax-cuda12-plugin",
