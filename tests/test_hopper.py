@@ -328,6 +328,24 @@ def lower_for_a_gpu(head_dim):
     assert not compiled_apart
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_features_together_fit_in_shared_memory(head_dim):
+    """Mosaic counts the bytes when it lowers."""
+    case = dataclasses.replace(in_bfloat16("everything"), head_dim=head_dim)
+    request = api.prepare(**case.build()[0])
+    problem = request.problem
+    assert problem.bias_dtype == "float32" and problem.mask.has_labels
+    config, _ = hopper.BACKEND.default_config(problem, H200)
+
+    def run(operands, out, lse):
+        forward = hopper.BACKEND.forward(problem, config, operands)
+        return forward, hopper.BACKEND.backward(problem, config, operands, out, lse, out, lse, ("query", "bias"))
+
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.dtype)
+    lse = jax.ShapeDtypeStruct(problem.lse_shape, np.float32)
+    jax.jit(run).trace(request.operands, out, lse).lower(lowering_platforms=("cuda",))
+
+
 def test_a_float64_bias_has_a_float64_gradient():
     with jax.enable_x64(True):
         q = np.zeros((1, 130, 2, 64), np.float16)

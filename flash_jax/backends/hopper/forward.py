@@ -26,6 +26,7 @@ from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Rows,
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
 
+_ALIGNMENT = 1024  # of an array in shared memory
 SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, marks and what alignment leaves empty
 
 
@@ -41,7 +42,7 @@ def _with_room_for_bias(config: Config, inputs: Inputs, parts: int) -> Config | 
     if bias is None or 1 in bias.shape[2:] or bias.dtype.itemsize not in (2, 4):
         return None
     tiles = config.block_q * config.block_kv * bias.dtype.itemsize
-    labels = 0 if inputs.kv_labels is None else config.stages * config.block_kv * 4
+    labels = 0 if inputs.kv_labels is None else -(-config.stages * config.block_kv * 4 // _ALIGNMENT) * _ALIGNMENT
     may_share = head_dim == v_head_dim and parts == 1
     for separate_out in (config.separate_out, config.separate_out and not may_share):
         roomy = dataclasses.replace(config, separate_out=separate_out)
