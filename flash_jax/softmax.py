@@ -76,6 +76,20 @@ def probs_from_lse(s: Array, pivot: Array, column: Callable[[Array], Array] = la
     return jnp.exp2(s - column(pivot))
 
 
+_LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
+
+
+def any_lost_l(lse: Array) -> Array:
+    """Whether an lse is so large that it has lost log(l): a finite bias of -1e9 on a whole row, say, makes one."""
+    return jnp.any(jnp.isfinite(lse) & (jnp.abs(lse) > _LARGE))
+
+
+def weights_from_states(m: Array, l: Array) -> tuple[Array, Array]:
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, exact whatever the size of m; 0 for an empty row."""
+    seen = l > 0
+    return jnp.where(seen, m, jnp.inf), jnp.where(seen, 1 / jnp.where(seen, l, 1), 0)
+
+
 def dlogits(p: Array, dp: Array, delta: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:
     """Cotangent of the logits: `p * (dp - delta)` with `delta = sum(out * dout) - dlse` a row."""
     return p * (dp - column(delta))

@@ -57,6 +57,13 @@ def _bias(*shape, hide=0.0):
     return options
 
 
+def _bias_of_padding(case, random):
+    """Finite, but of rows and keys so low that log(l) is lost in their lse: what is alike there is weighed alike."""
+    bias = random.standard_normal((2, 1, 70, 70), np.float32)
+    bias[0, :, 5:12], bias[1, :, :, :20] = -1e30, -1e30
+    return {"bias": jnp.asarray(bias)}
+
+
 def _dense(*shape, visible=0.6):
     return lambda case, random: {"mask": jnp.asarray(random.random(shape) < visible)}
 
@@ -158,6 +165,7 @@ CASES = (
     # on the logits
     _case("bias_full", _bias(2, 2, 70, 70)),
     _case("bias_shared_batch_hides", lambda c, r: _bias(1, 2, 70, 70, hide=0.3)(c, r) | {"is_causal": True}),
+    _case("bias_of_padding", _bias_of_padding),
     _case("bias_keys", _bias(2, 1, 1, 70)),
     _case("bias_heads", _bias(2, 1, 1), num_heads=2),
     _case("bias_rows_gqa", _bias(1, 4, 70, 1), num_heads=4),

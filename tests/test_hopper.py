@@ -334,7 +334,8 @@ def test_all_features_together_fit_in_shared_memory(head_dim):
     case = dataclasses.replace(in_bfloat16("everything"), head_dim=head_dim)
     request = api.prepare(**case.build()[0])
     problem = request.problem
-    assert problem.bias_dtype == "float32" and problem.mask.has_labels
+    assert problem.bias_dtype == "float32"
+    assert problem.mask.has_labels
     config, _ = hopper.BACKEND.default_config(problem, H200)
 
     def run(operands, out, lse):

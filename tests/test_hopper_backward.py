@@ -33,7 +33,12 @@ def gradients(arguments, dout, dlse, wanted):
 
 
 ORDERED = {"deterministic_backward": True}
-FAST = [("causal", {}), ("both_lengths_causal", {"head_dim": 200}), ("gqa", {"q_len": 150, "kv_len": 150} | ORDERED)]
+FAST = [
+    ("causal", {}),
+    ("both_lengths_causal", {"head_dim": 200}),
+    ("bias_of_padding", {}),
+    ("gqa", {"q_len": 150, "kv_len": 150} | ORDERED),
+]
 SLOW = [
     ("full", {"q_len": 130, "kv_len": 260} | ORDERED),
     ("window", {"q_len": 200, "kv_len": 300, "head_dim": 128} | ORDERED),

@@ -9,8 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from flash_jax import schedule
+from flash_jax import schedule, softmax
+from flash_jax.backends import xla
+from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, backward_rows, blocks, functions, turns
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, is_copied
 from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
@@ -63,8 +66,8 @@ def backward(
     problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
-    problem, operands = functions.hoist(problem, operands)
     rows = _rows(problem, operands, out, lse, dout, dlse)
+    problem, operands = functions.hoist(problem, operands)
     gradients = {"bias": _dbias(problem, operands, rows, lse, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
@@ -131,6 +134,7 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Rows:
+    """Where lse has lost l, probabilities are those of a pivot of m, and 1 / l goes to the cotangents."""
     q_pad = schedule.num_tiles(problem.q_len, _ROWS) * _ROWS
     query, dout = (_wide(x, _padded_head_dim(problem)) for x in (operands.query, dout))
     out = _wide(out, schedule.num_tiles(problem.v_head_dim, backward_rows.COLUMNS) * backward_rows.COLUMNS)
@@ -140,6 +144,15 @@ def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Ar
     empty = lse.transpose(0, 2, 1) == -jnp.inf
     if _may_have_empty_rows(problem) or problem.bias_shape is not None:
         delta = jnp.where(pivot == jnp.inf, 0, delta)
+    if problem.bias_shape is not None:
+
+        def from_states(_, delta, dout):
+            m, l = xla.row_states(problem, xla.default_config(problem, Device("gpu", "")), operands)
+            pivot, weight = softmax.weights_from_states(m, l)
+            of_dout = pad(weight, {1: dout.shape[1]})[..., None]
+            return by_row(pivot, jnp.inf), delta * by_row(weight, 0), (dout * of_dout).astype(dout.dtype)
+
+        pivot, delta, dout = lax.cond(softmax.any_lost_l(lse), from_states, lambda *rows: rows, pivot, delta, dout)
     return Rows(query, dout, pivot, delta, empty, dq)
 
 

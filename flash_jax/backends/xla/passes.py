@@ -125,26 +125,19 @@ def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
     return pivot, jnp.where(l > 0, 1 / jnp.where(l > 0, l, 1), 0)
 
 
-_LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
+def row_states(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
+    """`(m, l)` of each row after all its tiles, `[batch, q_len, num_heads]`."""
+    empty = jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype), jnp.zeros(problem.lse_shape, problem.compute_dtype)
+    return _online_softmax(problem, config, operands, lambda state: (state.m, state.l), empty)
 
 
 def _row_weights(problem: Problem, config: Config, operands: Operands, lse: Array) -> tuple[Array, Array | None]:
-    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from lse.
-
-    A finite bias of -1e9 on a whole row makes an lse that has lost log(l): then the rows' states are computed once more.
-    """
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from lse where it has not lost l."""
     pivot = softmax.lse_pivot(lse)
     if operands.bias is None or _whole_rows(problem, config):
         return pivot, None
-
-    def from_states(_):
-        empty = jnp.full_like(lse, -jnp.inf), jnp.zeros_like(lse)
-        m, l = _online_softmax(problem, config, operands, lambda state: (state.m, state.l), empty)
-        seen = l > 0
-        return jnp.where(seen, m, jnp.inf), jnp.where(seen, 1 / jnp.where(seen, l, 1), 0)
-
-    large = jnp.isfinite(lse) & (jnp.abs(lse) > _LARGE)
-    return lax.cond(jnp.any(large), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
+    anew = lambda _: softmax.weights_from_states(*row_states(problem, config, operands))
+    return lax.cond(softmax.any_lost_l(lse), anew, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
 
 
 def backward(
