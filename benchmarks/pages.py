@@ -171,6 +171,13 @@ def batched_lengths(results: dict) -> str:
     )
 
 
+def short_lengths(results: dict) -> str:
+    """Forward and backward in one program."""
+    of = lambda row: [f"{row['over'][part]:.2f}" for part in ("ratio", "p10", "p90")]
+    lines = [[row["row"], f"{row['median'] * 1e3:.3f}", *of(row)] for row in results["rows"]]
+    return f"{origin(results)}, {results['provenance']['processor']}.\n\n" + table(["row", "ms", "over jax.nn", "p10", "p90"], lines)
+
+
 # --------------------------------------------------------------------------------------------------------------- training
 def training(results: dict) -> str:
     """Tokens a second, a line for each model, length and recomputation."""
@@ -312,6 +319,8 @@ def results_page(files: dict[str, dict]) -> str:
             text += ["### Block-sparse\n", sparse(results), "\n### The time of a tile under a mask\n", cost_of_features(results), ""]
         if results["preset"] == "sweep" and results["provenance"]["platform"] == "gpu":
             text += ["### Memory\n", residual_memory(results), ""]
+    if "cpu_short_lengths" in files:
+        text += ["## Forward and backward in one program\n", short_lengths(files["cpu_short_lengths"]), ""]
     if "cpu_batched_lengths" in files:
         text += ["## Sequences of different lengths\n", batched_lengths(files["cpu_batched_lengths"]), ""]
     if "h200_first_call" in files:

@@ -1,4 +1,4 @@
-"""Linear memory, read off what XLA plans to allocate, and no hidden q_len * kv_len buffer."""
+"""Linear memory, read off what XLA plans to allocate, no hidden q_len * kv_len buffer, and no product too many."""
 
 import itertools
 
@@ -74,3 +74,17 @@ def test_tangents_and_second_order_are_linear_too():
 
     small, large = compiled(2048), compiled(4096)
     assert large <= 2.1 * small, f"{small} bytes at 2048, {large} at 4096"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_in_one_program_a_single_tile_needs_no_more_products_than_the_unfused_computation(is_causal):
+    """Two of the forward and four of the backward: what the backward would compute once more is the forward's own."""
+    x = jax.ShapeDtypeStruct((1, 256, 1, 16), jnp.float32)
+
+    def run(q, k, v, dout):
+        out, pullback = jax.vjp(lambda *a: flash_attention(*a, is_causal=is_causal, implementation="xla"), q, k, v)
+        return out, pullback(dout)
+
+    compiled = jax.jit(run).lower(x, x, x, x).compile().as_text()
+    assert compiled.count(" dot(") == 6
+    assert compiled.count(" exponential(") <= 2, "one of the scores, one of a row's maximum"

@@ -205,6 +205,13 @@ def test_sequences_of_different_lengths_together_and_apart():
     assert "| 40, 24 | vmap | 500.0 | 1.23 | 1.00 | 1.50 |" in module("pages").batched_lengths(results() | about)
 
 
+def test_both_sides_of_one_program_compute_the_same():
+    sides = module("short_lengths").sides(module("short_lengths").Row(1, 24, 2, 8, dtype="float32", is_causal=True))
+    close(sides["flash_jax"](), sides["jax.nn"]())
+    row = {"row": "r", "median": 0.5, "over": {"ratio": 1.234, "p10": 1.0, "p90": 1.5}}
+    assert "| r | 500.000 | 1.23 | 1.00 | 1.50 |" in module("pages").short_lengths(results() | {"rows": [row]})
+
+
 def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     pages = module("pages")
     results = json.loads((BENCHMARKS / "results" / "tpu_simulated.json").read_text())

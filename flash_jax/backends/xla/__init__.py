@@ -21,7 +21,7 @@ def default_config(problem: Problem, device: Device) -> Config:
 
     measured: python -m flash_jax.bench cpu
     """
-    short = problem.mask.hides_nothing and problem.kv_len <= 512
+    short = problem.mask.hides_nothing and 256 < problem.kv_len <= 512
     block_q, block_kv = problem.block_sizes or ((128, 512) if short else (256, 256))
 
     def even(length, block):

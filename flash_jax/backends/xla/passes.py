@@ -13,7 +13,7 @@ from jax import lax
 
 from flash_jax import softmax
 from flash_jax.backends.xla.layout import Config, in_whole_tiles, pad, whole_tiles
-from flash_jax.backends.xla.tiles import AllSeen, Seen, Slot, beside_tile, over_slots
+from flash_jax.backends.xla.tiles import Seen, Slot, beside_tile, over_slots
 from flash_jax.logits import dscores, logits
 from flash_jax.problem import DIFFERENTIABLE, Operands, Problem
 
@@ -35,6 +35,11 @@ def _column(row: Array) -> Array:
     return row[:, :, None]
 
 
+def _columns(x: Array) -> Array:
+    """`[b, h, group, block_q, dim]` as `[b, h, dim, group, block_q]`, which lies as a tile does."""
+    return jnp.moveaxis(x, -1, 2)
+
+
 def _flat_tile(x: Array) -> Array:
     """`[b, h, block_kv, group, block_q]` as `[b, h, block_kv, group * block_q]`."""
     return x.reshape(*x.shape[:3], x.shape[3] * x.shape[4])
@@ -45,7 +50,7 @@ def _rows_matrix(x: Array) -> Array:
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: Seen | AllSeen):
+def _scores(slot: Slot, k: Array, q_t: Array, bias: Array | None, scale, seen: Seen):
     """`(qk, s, tanh)` of a tile: products, base-2 logits with -inf where not seen, the soft cap's tanh."""
     qk = _dot(slot.problem, k, q_t)
     qk = qk.reshape(*qk.shape[:3], slot.split.group, slot.config.block_q)
@@ -81,7 +86,7 @@ def _online_softmax(problem: Problem, config: Config, operands: Operands, finish
 
         def one_q_tile(i, results):
             q = slot.rows(a.query, i)
-            q_t = _rows_matrix(q).swapaxes(2, 3)
+            q_t = _flat_tile(_columns(q))
 
             def step(j, masked, state):
                 seen = slot.seen(i, j, masked)
@@ -118,9 +123,12 @@ def _whole_rows(problem: Problem, config: Config) -> bool:
 
 
 def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
-    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from a tile of whole rows."""
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from a tile of whole rows.
+
+    The pivot is the forward's: where a single tile's forward and backward are in one program, XLA computes the probabilities once.
+    """
     m = s.max(2)
-    pivot = jnp.where(m == -jnp.inf, jnp.inf, m)
+    pivot = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
     l = softmax.probs(s, pivot, _column).sum(2)
     return pivot, jnp.where(l > 0, 1 / jnp.where(l > 0, l, 1), 0)
 
@@ -167,7 +175,7 @@ def backward(
         def one_q_tile(i, carry):
             gradients, of_keys = carry
             q_tile, dout_tile, pivot_tile = (slot.rows(x, i) for x in (a.query, dout_rows, pivot_rows))
-            columns = tuple(jnp.moveaxis(x, -1, 2) for x in (q_tile, dout_tile))
+            columns = tuple(map(_columns, (q_tile, dout_tile)))
             weight_tile = None if weight_rows is None else slot.rows(weight_rows, i)
             delta_tile = -slot.rows(dlse_rows, i)
             if not whole_rows:

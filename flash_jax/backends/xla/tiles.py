@@ -27,44 +27,28 @@ def beside_tile(x: Array) -> Array:
 
 
 class Seen(NamedTuple):
-    """What is visible of a tile, broadcastable against it.
+    """What is visible of a tile, broadcastable against it; None for all of it.
 
     scores: booleans `[batch_inner, head_inner, block_kv, group, block_q]`.
     keys: which keys some row of the tile sees, `[batch_inner, head_inner, block_kv]`.
     rows: which rows see some key of the tile, `[batch_inner, head_inner, group, block_q]`.
     """
 
-    scores: Array
-    keys: Array
-    rows: Array
+    scores: Array | None = None
+    keys: Array | None = None
+    rows: Array | None = None
 
     def clean_keys(self, x: Array, axis: int) -> Array:
         """Zero the keys, on `axis` of a matrix, that no row sees: whatever padding holds must not meet 0 * NaN."""
-        return jnp.where(jnp.expand_dims(self.keys, 5 - axis), x, jnp.zeros_like(x))
+        return x if self.keys is None else jnp.where(jnp.expand_dims(self.keys, 5 - axis), x, jnp.zeros_like(x))
 
     def clean_rows(self, x: Array) -> Array:
         """Zero the rows of `[batch_inner, head_inner, group, block_q, dim]` that see no key."""
-        return jnp.where(self.rows[..., None], x, jnp.zeros_like(x))
+        return x if self.rows is None else jnp.where(self.rows[..., None], x, jnp.zeros_like(x))
 
     def clean_columns(self, x: Array) -> Array:
         """The same of `[batch_inner, head_inner, dim, group, block_q]`."""
-        return jnp.where(self.rows[:, :, None], x, jnp.zeros_like(x))
-
-
-class AllSeen(NamedTuple):
-    """Every score of the tile is visible."""
-
-    scores: None = None
-
-    def clean_keys(self, x: Array, axis: int) -> Array:
-        del axis
-        return x
-
-    def clean_rows(self, x: Array) -> Array:
-        return x
-
-    def clean_columns(self, x: Array) -> Array:
-        return x
+        return x if self.rows is None else jnp.where(self.rows[:, :, None], x, jnp.zeros_like(x))
 
 
 def _loop(config: Config, lower, upper, length: int, body: Callable[[Array, Any], Any], carry):
@@ -88,6 +72,7 @@ class Slot:
         self.arrays = self.arrange(operands)
         self.num_kv_tiles = schedule.num_tiles(problem.kv_len, config.block_kv)
         self.all_full = problem.mask.hides_nothing and problem.kv_len % config.block_kv == 0
+        self.none_idle = self._none_idle()
         self.lists = None if self.all_full or self.num_kv_tiles == 1 else schedule.tile_lists(self.kinds())
 
     def arrange(self, operands: Operands) -> Arrays:
@@ -184,7 +169,7 @@ class Slot:
         seen = visibility.by_function(function, self.arrays.batch_ids, head_ids, self.q_ids(i), self.kv_ids(j), operands)
         return keys_first(seen.reshape(seen.shape[0], *heads, *seen.shape[2:]))
 
-    def seen(self, i: Array, j: Array, masked: bool) -> Seen | AllSeen:
+    def seen(self, i: Array, j: Array, masked: bool) -> Seen:
         """What is visible of a tile; `masked` unless the schedule knows that the mask hides none of it."""
         terms = []
         a = self.arrays
@@ -193,7 +178,7 @@ class Slot:
             kv_lo, kv_hi = self.positions(a.kv_lo, i), self.positions(a.kv_hi, i)
             terms.append(keys_first(visibility.in_interval(kv_lo, kv_hi, kv_ids)))
             if self.problem.mask.is_interval and a.bias is None:
-                return Seen(terms[0], *self._seen_of_intervals(kv_lo, kv_hi, kv_ids))
+                return Seen(terms[0]) if self.none_idle else Seen(terms[0], *self._seen_of_intervals(kv_lo, kv_hi, kv_ids))
             if a.q_labels is not None and a.kv_labels is not None:
                 kv_labels = slice_tile(a.kv_labels, 1, j, self.config.block_kv)[:, None, None]
                 terms.append(keys_first(visibility.equal_labels(self.positions(a.q_labels, i), kv_labels)))
@@ -204,7 +189,7 @@ class Slot:
         if a.bias is not None:
             terms.append(self.tile(a.bias, i, j) != -jnp.inf)
         if not terms:
-            return AllSeen()
+            return Seen()
         scores = functools.reduce(jnp.logical_and, terms)
         return Seen(scores, scores.any((3, 4)), scores.any(2))
 
@@ -214,6 +199,14 @@ class Slot:
         first = jnp.where(rows, kv_lo, self.problem.kv_len).min((2, 3))
         last = jnp.where(rows, kv_hi, 0).max((2, 3))
         return (first[..., None] <= kv_ids) & (kv_ids < last[..., None]), rows
+
+    def _none_idle(self) -> bool:
+        """Known before tracing: in a single tile each row sees a key and each key is seen, so that nothing is padding."""
+        bounds = visibility.static_bounds(self.problem.mask, self.problem.q_len)
+        if bounds is None or self.num_kv_tiles > 1 or self.problem.q_len != self.config.block_q:
+            return False
+        kv_lo, kv_hi = bounds
+        return bool((kv_lo < kv_hi).all() and kv_lo.min() == 0 and kv_hi.max() == self.config.block_kv)
 
     def kinds(self) -> Array:
         """Kind of each tile, int8 `[num_q_tiles, num_kv_tiles]`: empty or full where it is for all batch entries and heads."""

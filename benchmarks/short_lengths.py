@@ -1,0 +1,51 @@
+"""Forward and backward in one program against `jax.nn`, where a head's scores fit into a cache.
+
+python benchmarks/short_lengths.py benchmarks/results/cpu_short_lengths.json
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from flash_jax import flash_attention
+from flash_jax.bench.report import save
+from flash_jax.bench.rows import Row
+from flash_jax.bench.timing import interleave_for, provenance
+
+ROWS = [Row(1, n, 8, 64, dtype="float32", is_causal=causal) for n in (128, 256, 512) for causal in (True, False)]
+SIDES = {"flash_jax": flash_attention, "jax.nn": jax.nn.dot_product_attention}
+
+
+def sides(row: Row) -> dict[str, Callable[[], object]]:
+    """Compiled calls: the output, and the gradients of query, key and value."""
+    arrays = row.draw()
+    qkv, dout = (arrays["query"], arrays["key"], arrays["value"]), arrays["dout"]
+
+    def both(attention, qkv, dout):
+        out, pullback = jax.vjp(functools.partial(attention, is_causal=row.is_causal), *qkv)
+        return out, pullback(dout)
+
+    compiled = {name: jax.jit(functools.partial(both, attention)).lower(qkv, dout).compile() for name, attention in SIDES.items()}
+    return {name: functools.partial(run, qkv, dout) for name, run in compiled.items()}
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=60, help="about how long to time")
+    o = parser.parse_args()
+    where = provenance() | {"command": f"python benchmarks/{pathlib.Path(__file__).name} benchmarks/results/{o.file.name}"}
+    rows = []
+    for row in ROWS:
+        samples = interleave_for(sides(row), o.seconds / len(ROWS))
+        over = samples.summary("flash_jax", "jax.nn")
+        rows.append({"row": row.name, "median": samples.median("flash_jax"), "over": over, "seconds": samples.seconds})
+    save({"provenance": where, "rows": rows}, o.file)
+
+
+if __name__ == "__main__":
+    main()
