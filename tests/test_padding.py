@@ -20,6 +20,7 @@ ARRAYS = {
 DOUT, DLSE = normal(BATCH, Q_LEN, HEADS, D), normal(BATCH, Q_LEN, HEADS)
 
 CASES = {
+    "known before tracing": {"is_causal": True, "q_offset": -4},
     "lengths": {"key_value_seq_lengths": np.array([5, 0]), "query_seq_lengths": np.array([9, 4])},
     "window, offset and lengths": {
         "local_window_size": (2, 1),
@@ -62,14 +63,16 @@ def poisoned(options, poison):
 
 
 @pytest.mark.parametrize("block_sizes", [None, (4, 4)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", CASES)
-def test_poison_reaches_nothing(name, block_sizes):
+def test_poison_reaches_nothing(name, with_bias, block_sizes):
     options = CASES[name]
+    wanted = [name for name in ARRAYS if with_bias or name != "bias"]
 
     @jax.jit
     def run(arrays, dout, dlse):
         attend = lambda arrays: flash_attention(**arrays, **options, return_residual=True, block_sizes=block_sizes)
-        results, pullback = jax.vjp(attend, arrays)
+        results, pullback = jax.vjp(attend, {name: arrays[name] for name in wanted})
         return *results, *pullback((dout, dlse))
 
     expected = run(ARRAYS, DOUT, DLSE)

@@ -97,18 +97,3 @@ def test_parts_of_the_keys_merge_by_their_lse():
     merged = a * jnp.exp(lse_a - lse)[..., None] + b * jnp.exp(lse_b - lse)[..., None]
     np.testing.assert_allclose(lse, whole_lse, atol=1e-6)
     np.testing.assert_allclose(merged, whole, atol=1e-6)
-
-
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
-def test_the_order_of_tiles_does_not_matter(order):
-    """Keys, values and bias permuted by whole tiles are the same attention."""
-    random = np.random.default_rng(0)
-    tile, tiles = 16, 5
-    q, k, v = (jnp.asarray(random.standard_normal((1, 40 if n == 0 else tile * tiles, 2, 8)), jnp.float32) for n in range(3))
-    bias = jnp.asarray(random.standard_normal((1, 2, 40, tile * tiles)), jnp.float32)
-    permutation = np.arange(tiles)[::-1] if order == "reversed" else random.permutation(tiles)
-    index = (permutation[:, None] * tile + np.arange(tile)).ravel()
-    straight = _attention(q, k, v, bias=bias, block_sizes=(16, tile))
-    permuted = _attention(q, k[:, index], v[:, index], bias=bias[..., index], block_sizes=(16, tile))
-    for a, b in zip(straight, permuted, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
