@@ -16,7 +16,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -122,10 +121,9 @@ def measure(out: pathlib.Path, seconds: float) -> None:
     said = lambda kind: [json.loads(line.removeprefix(kind)) for line in shown.splitlines() if line.startswith(kind)]
     where = {"command": f"python benchmarks/counters.py measure --seconds {seconds:g}", "XLA_FLAGS": quick, "ncu": options}
     results = {"provenance": provenance() | where, "left_out": said("left out"), "cases": []}
-    text = log.read_text()
-    passes = sorted(set(map(int, re.findall(r"- (\d+) pass", text + shown))))  # [1]
+    head, _, *kernels = csv.reader(line for line in log.read_text().splitlines() if line.startswith('"'))
+    passes = sorted({line[n] for n, name in enumerate(head) if name == "profiler__replayer_passes" for line in kernels})  # ["1"]
     results["provenance"] |= {"passes": passes, "seconds": round(time.monotonic() - began)}
-    head, _, *kernels = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     columns = [head.index(name) for name in ("Kernel Name", *METRICS.values())]
     counted = split([[line[column] for column in columns] for line in kernels])
     for (row, side, phase), kernels, after in zip(said("case"), counted[1::2], counted[2::2], strict=True):

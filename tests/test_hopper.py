@@ -75,6 +75,13 @@ def test_work_is_dealt_once_and_evenly():
     assert max(load) <= 1.05 * sum(load) / 7
 
 
+def test_equal_tiles_go_through_few_heads_at_a_time():
+    """8 MiB of keys and values; where tiles are unequal, 32."""
+    section_of = lambda steps, heads: work.deal(steps, 1, 8, bytes_per_head=4 * 2**20, num_multiprocessors=3)[..., 1] // heads
+    assert (np.diff(section_of(np.full(6, 4), 2)) >= 0).all()
+    assert (np.diff(section_of(np.arange(1, 7), 2)) < 0).any()
+
+
 @pytest.mark.parametrize("shared", [(2, 3), (2, 1), (1, 3), (1, 1)], ids=str)
 def test_work_is_dealt_by_data_once_and_evenly(shared):
     steps = np.random.default_rng(0).integers(1, 40, (*shared, 17))

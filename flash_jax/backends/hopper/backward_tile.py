@@ -113,7 +113,8 @@ class Walk:
             self.begin, self.full_begin, self.full_end = row[0], row[1], row[2]
             self.tiles = row[3] - self.begin
         else:
-            self.begin, self.tiles = 0, -(-problem.q_len // block_q)
+            self.begin = jnp.int32(0)  # traced: a slice at a known place must lie in the array, and the second tile may not be there
+            self.tiles = -(-problem.q_len // block_q)
         self.steps = self.tiles * self.group
         self.masked_first = masked_first and self.full_end is not None
         if self.masked_first:

@@ -1,7 +1,7 @@
 """Which block of threads does which tiles: a list for each multiprocessor, made before the kernel runs.
 
 The grid is persistent: one block a multiprocessor, which walks its list. Lists are dealt out longest first, each tile to the
-multiprocessor that is free first, inside sections of heads whose keys and values fill half of the L2 cache. Where the tiles of rows are
+multiprocessor that is free first, inside sections of heads, so that the L2 cache keeps their keys and values. Where the tiles of rows are
 too few for the multiprocessors, the keys of a tile are split among several, whose results are merged.
 """
 
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SECTION_BYTES = 32 * 2**20  # of keys and values; the cache keeps part of them, and smaller ones were no faster (docs/io.md)
+_SECTION_BYTES = 8 * 2**20  # of keys and values, which the cache keeps; of 32 MiB it does not (measured: docs/io.md)
+_UNEVEN_SECTION_BYTES = 32 * 2**20  # where tiles visit unlike numbers of keys: a small section has too few short ones to end with
 _TILE_COST = 1.5  # prologue and epilogue of a tile, in steps
 _MERGE_COST = 4.0  # of a launch that merges splits, in steps
 
@@ -21,7 +22,8 @@ def deal(steps: np.ndarray, batch: int, num_heads: int, bytes_per_head: int, num
 
     steps: int `[tiles of a head]`, (an estimate of) the key tiles that each visits.
     """
-    section = 1 << max(0, int(np.log2(max(1, _SECTION_BYTES // max(bytes_per_head, 1)))))
+    limit = _SECTION_BYTES if steps.min() == steps.max() else _UNEVEN_SECTION_BYTES
+    section = 1 << max(0, int(np.log2(max(1, limit // max(bytes_per_head, 1)))))
     heads = batch * num_heads
     longest_first = np.argsort(-steps, kind="stable")
     free = [(0.0, n) for n in range(num_multiprocessors)]
