@@ -19,6 +19,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -45,6 +46,8 @@ METRICS = {  # few enough, and of such kinds, that no kernel runs twice: a secon
 GPT2_MEDIUM = PRESETS["paper"]()[0]
 SIDE_NAMES = ("jax.nn", "jax.nn:cudnn", "flash_jax")
 AT_ONCE = 12  # cases compiled together
+SECTOR = 32  # bytes
+ROWS_OF_A_TILE = {64: 192, 128: 128, 256: 128}  # of our forward on an H200, by head_dim; as `explain` says
 
 
 def rows() -> list[Row]:
@@ -145,14 +148,24 @@ def split(kernels: list[list[str]]) -> list[list[dict]]:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
+def _problem(row: Row):
+    sizes = {"batch": row.batch, "num_heads": row.num_heads, "head_dim": row.head_dim}
+    return io_model.make_problem(row.length, **sizes, dtype=row.dtype)
+
+
+def asked(row: Row) -> int:
+    """Bytes that our forward reads in all, whichever memory they come from: query once, keys and values for each tile of rows."""
+    rows = ROWS_OF_A_TILE[row.head_dim] if row.density is None else BLOCK
+    return io_model.flash_forward(_problem(row), (rows, BLOCK), density=row.density).read
+
+
 def predict(row: Row, side: str, phase: str) -> tuple[int, int]:
     """Bytes to HBM behind the H200's cache: as the model has it, and, of the standard computation, with float32 scores as XLA stores them.
 
     XLA's forward writes and reads scores in float32 and weights in 16 bits, 12 bytes a score where Algorithm 0 has 4 passes of 2. Its
     backward writes dP, reads scores and dP twice, writes P and dS and reads them in three products: 24 bytes where Algorithm 3 has 14.
     """
-    sizes = {"batch": row.batch, "num_heads": row.num_heads, "head_dim": row.head_dim}
-    problem = io_model.make_problem(row.length, **sizes, dtype=row.dtype)
+    problem = _problem(row)
     standard = {"forward": io_model.standard_forward, "backward": io_model.standard_backward}
     flash = {"forward": io_model.flash_forward, "backward": io_model.flash_backward}
     cost = standard[phase](problem) if side == "jax.nn" else flash[phase](problem, (BLOCK, BLOCK), density=row.density)
@@ -182,17 +195,54 @@ def markdown(lines: list[dict]) -> str:
     """A table a phase."""
     text = []
     for phase in ("forward", "backward"):
-        text += ["", f"### {phase.capitalize()}", ""]
         names = ("batch", "length", "head_dim", "density", "side", "read, MB", "written", "sum", "model", "as stored", "sum / as stored")
-        text += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        text += ["", f"### {phase.capitalize()}", "", *_head(names)]
         for x in lines:
-            if x["case"]["phase"] != phase:
-                continue
-            row, measured = x["row"], x["read"] + x["written"]
-            where = [row.batch, row.length, row.head_dim, "" if row.density is None else f"{row.density:g}", x["case"]["side"]]
-            sums = [f"{b / 1e6:.0f}" for b in (x["read"], x["written"], measured, x["model"], x["predicted"])]
-            text.append("| " + " | ".join(map(str, [*where, *sums, f"{measured / x['predicted']:.2f}"])) + " |")
+            if x["case"]["phase"] == phase:
+                measured = x["read"] + x["written"]
+                sums = [f"{b / 1e6:.0f}" for b in (x["read"], x["written"], measured, x["model"], x["predicted"])]
+                text.append(_line([*_where(x), *sums, f"{measured / x['predicted']:.2f}"]))
     return "\n".join(text[1:]) + "\n"
+
+
+def cache_markdown(lines: list[dict]) -> str:
+    """What the fused forwards read from the L2 cache, and what of it the cache had to fetch."""
+    names = (
+        "batch",
+        "length",
+        "head_dim",
+        "density",
+        "side",
+        "tiles x bytes, MB",
+        "read from L2",
+        "from HBM",
+        "not from HBM, %",
+        "hits, %",
+        "crossed, MB",
+    )
+    text = _head(names)
+    for x in lines:
+        kernels = x["case"]["kernels"]
+        if x["case"]["phase"] == "forward" and x["case"]["side"] != "jax.nn" and "asked" in kernels[0]:
+            of = lambda name, kernels=kernels: sum(kernel[name] for kernel in kernels)
+            model = f"{asked(x['row']) / 1e6:.0f}" if x["case"]["side"] == "flash_jax" else ""
+            bytes_ = [f"{b / 1e6:.0f}" for b in (SECTOR * of("asked"), x["read"])]
+            shares = [f"{100 * share:.0f}" for share in (1 - x["read"] / (SECTOR * of("asked")), of("hits") / of("lookups"))]
+            text.append(_line([*_where(x), model, *bytes_, *shares, f"{SECTOR * of('crossed') / 1e6:.0f}"]))
+    return "\n".join(text) + "\n"
+
+
+def _where(x: dict) -> list:
+    row = x["row"]
+    return [row.batch, row.length, row.head_dim, "" if row.density is None else f"{row.density:g}", x["case"]["side"]]
+
+
+def _head(names: tuple[str, ...]) -> list[str]:
+    return [_line(names), "|---" * len(names) + "|"]
+
+
+def _line(cells: Iterable) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def plot(lines: list[dict], path: pathlib.Path) -> None:
@@ -252,7 +302,7 @@ def main() -> None:
         measure(o.file, o.seconds)
     else:
         lines = table(json.loads(o.file.read_text()))
-        sys.stdout.write(markdown(lines))
+        sys.stdout.write(markdown(lines) + cache_markdown(lines))
         plot(lines, o.file.with_suffix(".png"))
 
 

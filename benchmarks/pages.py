@@ -338,7 +338,8 @@ def pages() -> dict[pathlib.Path, str]:
     """Every page with generated parts, as it should be."""
     files = load()
     parts = paper.parts(files)
-    parts["counters"] = counters.markdown(counters.table(*paper.counted(files)))
+    counted = counters.table(*paper.counted(files))
+    parts |= {"counters": counters.markdown(counted), "cache": counters.cache_markdown(counted)}
     parts["quick"] = quick(files)
     parts["speed"] = speed(files["h200_sweep"])
     parts["training"] = training_in_short(files["h200_training"])

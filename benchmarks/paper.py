@@ -162,7 +162,7 @@ def plots(files: dict[str, dict], folder: pathlib.Path) -> None:
             points = [(row.length, b / 1e6) for row, sides in curve(results) if (b := kept(sides[name], row)) is not None]
             under = {"linewidth": 6, "alpha": 0.4} if name == "flash_jax" else {}  # cuDNN's line may be the same: both show
             space.loglog(*zip(*points, strict=True), "o-", base=2, color=color, label=SIDES[name], markersize=4, **under)
-        time.set(title="forward and backward, 16384 tokens, 16 heads of 64, float16", xlabel="length", ylabel="ms")
+        time.set(title="forward and backward, 16384 tokens, 16 heads of 64", xlabel="length", ylabel="ms")
         space.set(title="memory beyond the inputs", xlabel="length", ylabel="MB")
         _finish(pyplot, figure, (time, space), folder / "paper_lengths.png", [row.length for row, _ in curve(results)])
     if "h200_features" in files:

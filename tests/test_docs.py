@@ -42,7 +42,11 @@ IN_UNITS = {  # keys of results files, and what their numbers are to be multipli
     "cycles": {"kernel": 1, "with_xla_ops": 1},
     "%": {"mxu_percent": 1},
     "k cycles": {"kernel": 1e-3, "with_xla_ops": 1e-3},
-    **{unit: dict.fromkeys(("memory", "residuals", "read", "written", "asked"), factor) for unit, factor in BYTES.items()},
+    **{
+        unit: dict.fromkeys(("memory", "residuals", "read", "written"), factor)
+        | dict.fromkeys(("asked", "asked_miss", "crossed", "crossed_miss", "to_sms"), 32 * factor)  # sectors
+        for unit, factor in BYTES.items()
+    },
 }
 # What no results file has, and no program on the page: where it comes from.
 SOURCES = json.loads((ROOT / "tests" / "figures.json").read_text())
