@@ -314,13 +314,19 @@ def test_lowers_for_a_gpu(head_dim, x64):
         lower_for_a_gpu(head_dim)
 
 
-def lower_for_a_gpu(head_dim):
-    x = jax.ShapeDtypeStruct((1, 300, 4, head_dim), "bfloat16")
-    problem = api.prepare(*(np.zeros(x.shape, x.dtype) for _ in range(3)), is_causal=True).problem
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [1, 64, 128])
+def test_a_single_tile_lowers_for_a_gpu(length, head_dim):
+    lower_for_a_gpu(head_dim, q_len=length, kv_len=128, is_causal=False)
+
+
+def lower_for_a_gpu(head_dim, q_len=300, kv_len=300, is_causal=True):
+    x, kv = (jax.ShapeDtypeStruct((1, n, 4, head_dim), "bfloat16") for n in (q_len, kv_len))
+    problem = api.prepare(*(np.zeros(y.shape, y.dtype) for y in (x, kv, kv)), is_causal=is_causal).problem
     config, _ = hopper.BACKEND.default_config(problem, H200)
 
     def run(q, k, v):
-        operands = api.prepare(q, k, v, is_causal=True).operands
+        operands = api.prepare(q, k, v, is_causal=is_causal).operands
         out, lse = hopper.BACKEND.forward(problem, config, operands)
         return hopper.BACKEND.backward(problem, config, operands, out, lse, out, lse, ("query", "key", "value"))
 
@@ -328,7 +334,7 @@ def lower_for_a_gpu(head_dim):
     listener = lambda event, _, **__: compiled_apart.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(run).trace(x, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert text.count("mosaic_gpu") >= 2
