@@ -315,9 +315,21 @@ def test_lowers_for_a_gpu(head_dim, x64):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("length", [1, 64, 128])
-def test_a_single_tile_lowers_for_a_gpu(length, head_dim):
-    lower_for_a_gpu(head_dim, q_len=length, kv_len=128, is_causal=False)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 128), (64, 128), (128, 128), (128, 4096)])
+def test_a_single_tile_lowers_for_a_gpu(q_len, kv_len, head_dim):
+    lower_for_a_gpu(head_dim, q_len, kv_len, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(192, {}), (128, {"q_segment_ids": np.zeros((1, 128), np.int32)})], ids=["192", "labels"]
+)
+def test_rows_whose_keys_could_be_divided_fit_in_shared_memory(head_dim, options):
+    """Parts are float32: twice the room that out takes."""
+    options = options | {n.replace("q_", "kv_"): np.zeros((1, 4096), np.int32) for n in options}
+    request = api.prepare(*(np.zeros((1, n, 1, head_dim), np.float16) for n in (128, 4096, 4096)), **options)
+    config, _ = hopper.BACKEND.default_config(request.problem, H200)
+    run = functools.partial(hopper.BACKEND.forward, request.problem, config)
+    jax.jit(run).trace(request.operands).lower(lowering_platforms=("cuda",))
 
 
 def lower_for_a_gpu(head_dim, q_len=300, kv_len=300, is_causal=True):

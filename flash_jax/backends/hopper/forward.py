@@ -30,10 +30,16 @@ _ALIGNMENT = 1024  # of an array in shared memory
 SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, marks and what alignment leaves empty
 
 
-def shared_memory(config: Config, head_dim: int, v_head_dim: int, out_bytes: int = 2) -> int:
-    """Bytes of Q, K, V and staged out."""
-    out = config.block_q * v_head_dim * out_bytes if config.separate_out else 0
-    return 2 * (config.block_q * head_dim + config.stages * config.block_kv * (head_dim + v_head_dim)) + out
+def shared_memory(config: Config, head_dim: int, v_head_dim: int, parts: int = 1, has_labels: bool = False) -> int:
+    """Bytes of Q, K, V, staged out and labels of keys."""
+    out = config.block_q * v_head_dim * (2 if parts == 1 else 4) if config.separate_out else 0
+    labels = -(-config.stages * config.block_kv * 4 // _ALIGNMENT) * _ALIGNMENT if has_labels else 0
+    return 2 * (config.block_q * head_dim + config.stages * config.block_kv * (head_dim + v_head_dim)) + out + labels
+
+
+def can_divide_keys(config: Config, head_dim: int, v_head_dim: int, has_labels: bool) -> bool:
+    """Whether several blocks of threads can have parts of a row's keys: what they store is float32, and never in the query's place."""
+    return config.separate_out and shared_memory(config, head_dim, v_head_dim, 2, has_labels) <= SHARED_MEMORY
 
 
 def _with_room_for_bias(config: Config, inputs: Inputs, parts: int) -> Config | None:
@@ -42,11 +48,10 @@ def _with_room_for_bias(config: Config, inputs: Inputs, parts: int) -> Config | 
     if bias is None or 1 in bias.shape[2:] or bias.dtype.itemsize not in (2, 4):
         return None
     tiles = config.block_q * config.block_kv * bias.dtype.itemsize
-    labels = 0 if inputs.kv_labels is None else -(-config.stages * config.block_kv * 4 // _ALIGNMENT) * _ALIGNMENT
     may_share = head_dim == v_head_dim and parts == 1
     for separate_out in (config.separate_out, config.separate_out and not may_share):
         roomy = dataclasses.replace(config, separate_out=separate_out)
-        if shared_memory(roomy, head_dim, v_head_dim, 2 if parts == 1 else 4) + tiles + labels <= SHARED_MEMORY:
+        if shared_memory(roomy, head_dim, v_head_dim, parts, inputs.kv_labels is not None) + tiles <= SHARED_MEMORY:
             return roomy
     return None
 

@@ -113,7 +113,8 @@ def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[A
     problem, operands = functions.hoist(problem, operands)
     num_q_tiles = schedule.num_tiles(problem.q_len, config.block_q)
     num_kv_tiles = schedule.num_tiles(problem.kv_len, config.block_kv)
-    parts = work.splits(problem.batch * problem.num_heads, num_kv_tiles, MULTIPROCESSORS) if num_q_tiles == 1 else 1
+    divides = num_q_tiles == 1 and forward.can_divide_keys(config, *head_dims(problem), problem.mask.has_labels)
+    parts = work.splits(problem.batch * problem.num_heads, num_kv_tiles, MULTIPROCESSORS) if divides else 1
     out, lse = forward.out_and_lse(problem, config, *_inputs(problem, config, operands, parts), parts)
     out, lse = out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len].transpose(0, 2, 1)
     if parts > 1:
