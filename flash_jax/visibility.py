@@ -44,6 +44,10 @@ class RowRule:
     def __call__(self, q_ids) -> tuple[Any, Any]:
         return interval(self, q_ids, self.offset, self.prefix)
 
+    def unclipped(self, q_ids) -> tuple[Any | None, Any | None]:
+        """The bounds before they are clipped, None where there is none: of a key that exists they say the same, with fewer operations."""
+        return _unclipped(self, q_ids + self.offset, self.prefix)
+
     @property
     def is_trivial(self) -> bool:
         """Every row sees every key."""
@@ -54,19 +58,24 @@ def interval(rule: RowRule, q_ids, offset, prefix):
     """`RowRule.__call__` with an offset and a prefix that may be arrays."""
     position = q_ids + offset
     xp = schedule.numpy_or_jax(position)
-    lo = xp.zeros_like(position)
-    hi = xp.full_like(position, rule.kv_len)
-    if rule.left is not None:
-        lo = xp.maximum(lo, position - rule.left)
-    if rule.right is not None:
-        end = position + (rule.right + 1)
-        hi = xp.minimum(hi, end if prefix is None else xp.maximum(end, prefix))
+    lo, hi = _unclipped(rule, position, prefix)
+    lo = xp.zeros_like(position) if lo is None else xp.minimum(xp.maximum(lo, 0), rule.kv_len)
+    hi = xp.full_like(position, rule.kv_len) if hi is None else xp.minimum(hi, rule.kv_len)
+    return lo, xp.maximum(hi, lo)
+
+
+def _unclipped(rule: RowRule, position, prefix):
+    xp = schedule.numpy_or_jax(position)
+    lo = None if rule.left is None else position - rule.left
+    hi = None if rule.right is None else position + (rule.right + 1)
+    if hi is not None and prefix is not None:
+        hi = xp.maximum(hi, prefix)
     if rule.chunk is not None:
         size, rem = xp.int32(rule.chunk), np.fmod if xp is np else jax.lax.rem
         start = position - rem(rem(position, size) + size, size)  # the remainder of a negative position is positive
-        lo, hi = xp.maximum(lo, start), xp.minimum(hi, start + rule.chunk)
-    lo = xp.minimum(lo, rule.kv_len)
-    return lo, xp.maximum(hi, lo)
+        lo = start if lo is None else xp.maximum(lo, start)
+        hi = start + rule.chunk if hi is None else xp.minimum(hi, start + rule.chunk)
+    return lo, hi
 
 
 @dataclasses.dataclass(frozen=True)

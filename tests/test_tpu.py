@@ -154,14 +154,15 @@ def visits(problem, tiles, table=None):
         kinds_ref, out_ref = refs if table is not None else (None, *refs)
         out_ref[...] = jnp.zeros_like(out_ref)
 
-        def step(start, rows, what, first):
+        def step(start, rows, what):
             for band in what.bands:
                 of_band = slice(rows.start + band.rows.start, rows.start + band.rows.stop)
                 for begin, end, lower, upper, _ in band.cuts:
                     out_ref[of_band, pl.ds(start + begin, end - begin)] += 1 + 10 * lower + 100 * upper
 
-        ids, nothing = launch.Ids(0, 0, pl.program_id(0), 0), lambda rows: None
-        loops.visit(problem, tiles, ids, 0, None if table is None else kinds_ref.at[0], loops.Work(nothing, step, nothing))
+        ids, nothing = launch.Ids(0, 0, pl.program_id(0), 0), lambda *_: None
+        work = loops.Work(nothing, step, lambda start, rows, what, first: lambda: step(start, rows, what), nothing)
+        loops.visit(problem, tiles, ids, 0, None if table is None else kinds_ref.at[0], work)
 
     with interpreted():
         return np.asarray(

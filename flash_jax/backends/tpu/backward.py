@@ -45,18 +45,27 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
     def begin(rows):
         dq_ref[rows, :] = jnp.zeros_like(dq_ref[rows, :])
 
-    def step(start, rows, what, first):
+    def halves(start, rows, what, first):
         tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=True)
-        q, k, dout, p, _, ds = tile_gradients(problem, tile, refs, what)
-        dv_ref[tile.slice, :] += dot(problem, p, dout, NN)
-        dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
-        dq = dot(problem, ds, k, TN)
-        dq_ref[rows, :] = dq if first else dq_ref[rows, :] + dq
+        gradients = tile_gradients(problem, tile, refs, what)
 
-    def end(rows):
-        out["dq"][rows, :] = (dq_ref[rows, :] * scale if scaled else dq_ref[rows, :]).astype(out["dq"].dtype)
+        def rest():
+            q, k, dout, p, _, ds = gradients()
+            dv_ref[tile.slice, :] += dot(problem, p, dout, NN)
+            dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
+            dq = dot(problem, ds, k, TN)
+            return dq if first else dq_ref[rows, :] + dq
 
-    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, end))
+        return rest
+
+    def step(start, rows, what):
+        dq_ref[rows, :] = halves(start, rows, what, False)()
+
+    def end(rows, sums):
+        dq = dq_ref[rows, :] if sums is None else sums
+        out["dq"][rows, :] = (dq * scale if scaled else dq).astype(out["dq"].dtype)
+
+    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, halves, end))
 
     @pl.when((head == last[0]) & (ids.i == last[1]))
     def _():

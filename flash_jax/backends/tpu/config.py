@@ -9,7 +9,7 @@ from flash_jax.schedule import num_tiles
 
 MIB = 2**20
 LANES = 128
-NARROW = 256  # rows of a piece where few keys are visible at a time; fewer rows make no efficient product
+PIECE = 256  # rows of a piece: with fewer there is as much to load into the MXU as to stream past it, and more code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +52,15 @@ class Config:
 class _Preferred(NamedTuple):
     """Of forward or backward.
 
-    piece: rows of a piece, see `Tiles.pieces`.
     by_label: most rows and keys of a tile where labels decide: of such tiles no part is skipped.
-    bands: rows of a band, see `Tiles.band`: as a rule, where labels decide, and where few keys are visible at a time.
+    band: see `Tiles.band`.
     """
 
     block_q: int
     block_kv: int
     unroll: int
-    piece: int
     by_label: int = 512
-    bands: tuple[int, int, int] = (0, 0, 0)
+    band: int = 0
 
 
 class _Generation(NamedTuple):
@@ -75,13 +73,11 @@ class _Generation(NamedTuple):
 
 # measured in simulated cycles: python benchmarks/tpu_static.py --tiles
 _GENERATIONS = {
-    "v4": _Generation(16 * MIB, _Preferred(512, 512, 2, 256), _Preferred(512, 512, 1, 256)),
-    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2, 512, bands=(128, 128, 128)), _Preferred(1024, 512, 4, 256)),
-    "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2, 512), _Preferred(1024, 512, 1, 256)),
-    "v6e": _Generation(
-        128 * MIB, _Preferred(2048, 1024, 1, 1024, 1024, bands=(128, 0, 0)), _Preferred(2048, 1024, 1, 256, bands=(128, 128, 128))
-    ),
-    "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1, 512), _Preferred(1024, 512, 1, 256)),
+    "v4": _Generation(16 * MIB, _Preferred(512, 512, 2), _Preferred(512, 512, 1)),
+    "v5e": _Generation(128 * MIB, _Preferred(1024, 512, 2), _Preferred(1024, 512, 4)),
+    "v5p": _Generation(64 * MIB, _Preferred(1024, 512, 2), _Preferred(1024, 512, 1)),
+    "v6e": _Generation(128 * MIB, _Preferred(2048, 1024, 1, by_label=1024), _Preferred(2048, 1024, 1, band=128)),
+    "7x": _Generation(64 * MIB, _Preferred(1024, 1024, 1), _Preferred(1024, 512, 1)),
 }
 _KINDS = {
     "TPU v4": "v4",
@@ -114,12 +110,11 @@ def default_config(problem: Problem, device: Device) -> Config:
 
 
 def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool) -> Tiles:
-    block_q, block_kv, unroll, piece, by_label, bands = preferred
-    band = bands[problem.mask.has_labels]
+    block_q, block_kv, unroll, by_label, band = preferred
     rule = problem.mask.rule
     if problem.mask.has_labels:
         by_label = 1024 if rule is not None and not rule.is_trivial else by_label
-        block_q, block_kv, piece = min(block_q, by_label), min(block_kv, by_label), min(piece, 512)
+        block_q, block_kv = min(block_q, by_label), min(block_kv, by_label)
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
     columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
@@ -129,7 +124,7 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     if problem.mask.num_dense or problem.bias_shape or problem.mask.functions or wide == 4:
         block_q, block_kv, unroll = min(block_q, 512), min(block_kv, 512), 1
     for sizes in problem.mask.block_sizes:  # a tile of many blocks of a map is rarely empty
-        block_q, block_kv = (min(n, max(_round_up(size, LANES), NARROW)) for n, size in zip((block_q, block_kv), sizes, strict=True))
+        block_q, block_kv = (min(n, max(_round_up(size, LANES), PIECE)) for n, size in zip((block_q, block_kv), sizes, strict=True))
     if problem.block_sizes:
         block_q, block_kv = problem.block_sizes
     elif backward and block_q > 1024 and left() // a_key < problem.kv_len:
@@ -143,8 +138,7 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     block_kv = _even(problem.kv_len, block_kv, LANES)
     most = max(left() // (a_key + 2 * columns * block_q) // block_kv, 1)
     tiles = max(num_tiles(problem.kv_len, block_kv), 1)
-    if rule is not None and rule.left is not None and rule.right is not None and rule.left + rule.right < 2 * block_q:
-        piece, band = NARROW, bands[2]
+    piece = PIECE // 2 if problem.mask.has_labels and not backward else PIECE
     pieces = max(block_q // piece, 1)
     pieces = pieces if block_q % (pieces * LANES) == 0 else 1
     return Tiles(block_q, block_kv, num_tiles(tiles, num_tiles(tiles, most)) * block_kv, min(unroll, tiles), pieces, band)

@@ -34,16 +34,16 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def step(start, rows, what, _):
+    def step(start, rows, what):
         tile = Tile(problem, tiles, refs, ids, ids.c, start, what.width, rows, keys_first=True)
-        dlogits = transpose(tile_gradients(problem, tile, refs, what)[4])
+        dlogits = transpose(tile_gradients(problem, tile, refs, what)()[4])
         for axis in (0, 1):
             if acc_ref.shape[axis] == 1:
                 dlogits = dlogits.sum(axis, keepdims=True)
         acc_ref[...] += dlogits
 
-    nothing = lambda rows: None
-    visit.visit(problem, tiles, ids, ids.c, refs.kinds, visit.Work(nothing, step, nothing))
+    nothing = lambda *_: None
+    visit.visit(problem, tiles, ids, ids.c, refs.kinds, visit.Work(nothing, step, nothing, nothing))
 
     @pl.when(last)
     def _():

@@ -10,6 +10,8 @@ from flash_jax.backends.tpu import plan
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.problem import Problem
 
+_STRAIGHT = 5  # most tiles' worth of steps in one straight line of code: libtpu takes minutes for more
+
 
 class Cut(NamedTuple):
     """Keys of a band, and what may hide some of them from some of its rows: the bounds of the interval, the other predicates."""
@@ -82,7 +84,8 @@ def edge(rule: visibility.RowRule, q_len: int, tiles: Tiles, others: bool = Fals
     loops = int((r.full_end - r.begin).sum()) * tiles.block_kv * tiles.block_q // num_q
     no_larger_than_a_tile = max(widths(alone)) * size <= tiles.block_q * tiles.block_kv  # for which VMEM was planned
     no_more_scores = size * sum(widths(alone)) <= loops + size * sum(widths(after))
-    if no_larger_than_a_tile and no_more_scores:
+    little_code = size * sum(widths(alone)) <= _STRAIGHT * tiles.block_q * tiles.block_kv
+    if no_larger_than_a_tile and no_more_scores and little_code:
         turn = int((lo[:, 0] == 0).sum())
         if turn in (0, num_q):
             return Edge(alone, alone=True)

@@ -45,6 +45,7 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
     first_tile = ids.c * tiles.tiles_resident if slices > 1 else 0
 
     unit = _unit(problem)
+    nothing = -jnp.inf if unit is None else jnp.finfo(jnp.float32).min
 
     def wide(row, width):
         return jnp.tile(row, (1, schedule.num_tiles(width, lanes)))[:, :width]
@@ -55,58 +56,61 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
 
     def begin(rows):
         def _():
-            m_ref[rows, :] = jnp.full_like(m_ref[rows, :], -jnp.inf if unit is None else jnp.finfo(jnp.float32).min)
+            m_ref[rows, :] = jnp.full_like(m_ref[rows, :], nothing)
             l_ref[rows, :] = jnp.zeros_like(l_ref[rows, :])
             acc_ref[rows, :] = jnp.zeros_like(acc_ref[rows, :])
 
         only(ids.c == 0, _)
 
     def probabilities(tile, qk, band, first):
-        """Of a band; with the factor of what the rows have summed already, None if that is nothing."""
+        """Of a band; the rows' new m, l and the factor of what they have summed before, None if that is nothing."""
         rows, width = tile.rows, tile.num_keys
         if unit is None:
-            if first:
-                begin(rows)
             s, _ = tile.logits(qk)
             s, _ = tile.hide(s, band)
-            m, pivot, alpha = softmax.rescale(m_ref[rows, :], s.max(1, keepdims=True))
+            before = jnp.full((s.shape[0], lanes), nothing) if first else m_ref[rows, :]
+            m, pivot, alpha = softmax.rescale(before, s.max(1, keepdims=True))
             p = softmax.probs(s, pivot, lambda row: wide(row, width))
         else:
             qk, _ = tile.hide(qk, band)
-            m, alpha = qk.max(1, keepdims=True), None
-            if first:
-                m = jnp.broadcast_to(jnp.maximum(m, jnp.finfo(jnp.float32).min), (m.shape[0], lanes))
-            else:
-                m = jnp.maximum(m_ref[rows, :], m)
-                alpha = jnp.exp2((m_ref[rows, :] - m) * unit)
+            m = jnp.maximum(nothing if first else m_ref[rows, :], qk.max(1, keepdims=True))
+            m = jnp.broadcast_to(m, (m.shape[0], lanes))
+            alpha = jnp.exp2((m_ref[rows, :] - m) * unit) if not first else None
             p = jnp.exp2((qk - wide(m, width)) * unit)
-        m_ref[rows, :] = m
         l = _by_lane(p, lanes)
-        l_ref[rows, :] = l if alpha is None else l + l_ref[rows, :] * alpha
-        return tile.drop(p), alpha
+        if first:
+            return tile.drop(p), m, l, None
+        return tile.drop(p), m, l + l_ref[rows, :] * alpha, alpha
 
-    def step(start, rows, what, first):
+    def halves(start, rows, what, first):
         tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=False)
         qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
-        of_bands = [probabilities(tile.of(band), tile.scores_of(qk, band), band, first) for band in what.bands]
-        p, alphas = zip(*of_bands, strict=True)
-        acc = dot(problem, tile.join(p, what.bands), refs.value[tile.slice, :], NN)
-        if alphas[0] is not None:
-            alpha = alphas[0] if len(alphas) == 1 else jnp.concatenate(alphas, 0)
-            acc += acc_ref[rows, :] * wide(alpha, problem.v_head_dim)
-        acc_ref[rows, :] = acc
 
-    def end(rows):
+        def rest():
+            of_bands = [probabilities(tile.of(band), tile.scores_of(qk, band), band, first) for band in what.bands]
+            p, m, l, alpha = zip(*of_bands, strict=True)
+            acc = dot(problem, tile.join(p, what.bands), refs.value[tile.slice, :], NN)
+            if not first:
+                acc += acc_ref[rows, :] * wide(jnp.concatenate(alpha), problem.v_head_dim)
+            return jnp.concatenate(m), jnp.concatenate(l), acc
+
+        return rest
+
+    def step(start, rows, what):
+        m_ref[rows, :], l_ref[rows, :], acc_ref[rows, :] = halves(start, rows, what, False)()
+
+    def end(rows, sums):
         def _():
-            m, l = m_ref[rows, :1] * (1 if unit is None else unit), l_ref[rows, :].sum(1, keepdims=True)
-            out["out"][rows, :] = softmax.finish(m, l, acc_ref[rows, :], lambda row: row)[0].astype(problem.dtype)
+            m, l, acc = (m_ref[rows, :], l_ref[rows, :], acc_ref[rows, :]) if sums is None else sums
+            m, l = m[:, :1] * (1 if unit is None else unit), l.sum(1, keepdims=True)
+            out["out"][rows, :] = softmax.finish(m, l, acc, lambda row: row)[0].astype(problem.dtype)
             lane = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, 128), 1)
             both = jnp.where(lane == 0, m, l).T  # one transpose for the two
             out["m"][:, rows], out["l"][:, rows] = both[:1], both[1:2]
 
         only(ids.c == slices - 1, _)
 
-    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, end))
+    visit.visit(problem, tiles, ids, first_tile, refs.kinds, visit.Work(begin, step, halves, end))
 
 
 def states(problem: Problem, tiles: Tiles, vmem: int, operands: Operands) -> tuple[Array, Array, Array]:

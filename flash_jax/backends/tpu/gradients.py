@@ -12,7 +12,10 @@ from flash_jax.problem import Problem
 
 
 def tile_gradients(problem: Problem, tile: Tile, refs: Arrays, what: Step):
-    """`(q, k, dout, p, dlogits, ds)` of a tile; `ds` is the cotangent of the scaled scores."""
+    """Does the products q.k and dout.v of a tile, and gives a function that gives `(q, k, dout, p, dlogits, ds)`.
+
+    `ds` is the cotangent of the scaled scores.
+    """
     q, dout = refs.query[tile.rows, :], refs.dout[tile.rows, :]
     k, v = refs.key[tile.slice, :], refs.value[tile.slice, :]
     same = lambda row: row
@@ -29,5 +32,8 @@ def tile_gradients(problem: Problem, tile: Tile, refs: Arrays, what: Step):
             dlogits = jnp.where(p != 0, dlogits, 0)
         return tile.drop(p), dlogits, dscores(dlogits, tanh)
 
-    of_bands = [of_band(tile.of(band), tile.scores_of(qk, band), tile.scores_of(dp, band), band) for band in what.bands]
-    return q, k, dout, *(tile.join(x, what.bands) for x in zip(*of_bands, strict=True))
+    def gradients():
+        of_bands = [of_band(tile.of(band), tile.scores_of(qk, band), tile.scores_of(dp, band), band) for band in what.bands]
+        return q, k, dout, *(tile.join(x, what.bands) for x in zip(*of_bands, strict=True))
+
+    return gradients

@@ -153,11 +153,13 @@ class Tile:
         if self.bias is not None:
             terms.append(self.bias != -jnp.inf)
         if cut.lower or cut.upper:
-            kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule(self.q_ids)
-            if cut.upper:
-                terms.append(self.kv_ids < kv_hi)
-            if cut.lower and (spec.rule is None or spec.rule.left is not None or spec.rule.chunk is not None):
+            kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule.unclipped(self.q_ids)
+            if cut.lower and kv_lo is not None:
                 terms.append(self.kv_ids >= kv_lo)
+            if cut.upper and kv_hi is not None:
+                terms.append(self.kv_ids < kv_hi)
+            if cut.upper and spec.rule is not None and self.problem.kv_len % self.tiles.resident:
+                terms.append(self.kv_ids < self.problem.kv_len)
         if not cut.others:
             return terms
         if spec.has_labels:
