@@ -1,4 +1,4 @@
-"""Simulated cycles of the TPU kernels, side by side with jax's splash and flash attention: no TPU is needed, and none is measured.
+"""Simulated cycles of the TPU kernels, side by side with jax's splash and flash attention and tokamax's splash: no TPU is needed.
 
     python benchmarks/tpu_static.py                        the table on v5e and v6e; about an hour on one core
     python benchmarks/tpu_static.py --only 'ours.*causal'  some of it
@@ -27,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 
+from tpu_peers import DOCUMENT, HEAD_DIM, SPARSE, WINDOW, arrays, flash, length, splash, tokamax
+
 # topology, MACs a cycle and device (bfloat16), device kind
 GENERATIONS = {
     "v5e": ("v5e:2x2", 4 * 128 * 128, "TPU v5 lite"),
@@ -43,15 +45,8 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-HEAD_DIM = 128
-WINDOW, DOCUMENT = 1024, 1024
-SPARSE = {"dense": 1, "half": 2, "quarter": 4, "eighth": 8, "sixteenth": 16}  # one of so many blocks of the map is visible
 COMMAND = "python benchmarks/tpu_static.py --save FILE"
 MASKS = ("full", "causal", "window", "packed", *SPARSE)
-
-
-def length(mask: str) -> int:
-    return 16384 if mask in SPARSE else 8192
 
 
 def visible_scores(mask: str) -> float:
@@ -65,15 +60,6 @@ def visible_scores(mask: str) -> float:
         "window": n * WINDOW - triangle(WINDOW - 1),
         "packed": n / DOCUMENT * triangle(DOCUMENT),
     }[mask]
-
-
-def arrays(mask, heads, heads_first):
-    import jax
-    import jax.numpy as jnp
-
-    n = length(mask)
-    x = jax.ShapeDtypeStruct((heads, n, HEAD_DIM) if heads_first else (1, n, heads, HEAD_DIM), jnp.bfloat16)
-    return x, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
 
 
 class Kinds:
@@ -179,86 +165,10 @@ def ours(generation, heads, tiles=None):
     return {name: case for mask in MASKS for t in candidates if not t or t[3] <= t[0] for name, case in cases(mask, t).items()}
 
 
-def splash(heads):
-    """jax's splash attention: forward, and the fused backward."""
-    import jax.numpy as jnp
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
-
-    minor = kernel.QKVLayout.HEAD_DIM_MINOR
-    common = {"mask_value": kernel.DEFAULT_MASK_VALUE, "is_mqa": False}
-
-    def by_arithmetic(causal, block_q, block_kv):
-        def next_nonzero(h, i, j, data_next_ref, block_mask_ref, m_next_ref, next_i=False):
-            if not causal:
-                return (i if next_i else j), None, True, True
-            run = j * block_kv <= i * block_q + (block_q - 1)
-            if next_i:
-                return jnp.where(run, i, (j * block_kv) // block_q), None, run, True
-            return jnp.where(run, j, 0), None, run, True
-
-        return next_nonzero
-
-    def patched(causal, blocks, function):
-        def run(*args):
-            original = kernel._next_nonzero
-            kernel._next_nonzero = by_arithmetic(causal, *blocks[:2])
-            try:
-                return function(*args)
-            finally:
-                kernel._next_nonzero = original
-
-        return run
-
-    def cases(mask, blocks):
-        causal, (x, row) = mask == "causal", arrays(mask, heads, heads_first=True)
-        mask_info = info.MaskInfo(None, None, None, None, jnp.arange(length(mask), dtype=jnp.int32) if causal else None)
-        function = (lambda q, k: q >= k) if causal else None
-
-        def forward(q, k, v):
-            sizes = kernel.BlockSizes(block_q=blocks[0], block_kv=blocks[1], block_kv_compute=blocks[2])
-            return kernel._splash_attention_forward(
-                mask_info, q, k, v, None, None, block_sizes=sizes, residual_checkpoint_name=None, save_residuals=False,
-                mask_function=function, **common,
-            )  # fmt: skip
-
-        def backward(q, k, v, lse, do, di):
-            return kernel._splash_attention_bwd_dkv(
-                q, k, v, None, None, lse, do, di, bq=blocks[0], bkv=blocks[1], bkv_compute=blocks[2], mask_info=mask_info,
-                attn_logits_soft_cap=None, use_fused_bwd_kernel=True, q_layout=minor, k_layout=minor, v_layout=minor,
-                mask_function=function, interpret=False, **common,
-            )  # fmt: skip
-
-        name = "/".join(map(str, blocks))
-        return {
-            f"splash forward {mask} {name}": (patched(causal, blocks, forward), (x, x, x)),
-            f"splash backward {mask} {name}": (patched(causal, blocks, backward), (x, x, x, row, x, row)),
-        }
-
-    blocks = ((1024, 1024, 512), (2048, 2048, 512), (1024, 1024, 1024))
-    return {name: case for mask in ("full", "causal") for b in blocks for name, case in cases(mask, b).items()}
-
-
-def flash(heads):
-    """jax's flash attention: forward."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as fa
-
-    def case(mask, blocks):
-        def forward(q, k, v):
-            return fa._flash_attention_impl(
-                q[None], k[None], v[None], None, None, False, mask == "causal", HEAD_DIM**-0.5, 1, *blocks[:2], blocks[2], False
-            )
-
-        x, _ = arrays(mask, heads, heads_first=True)
-        return {f"flash forward {mask} {'/'.join(map(str, blocks))}": (forward, (x, x, x))}
-
-    return {name: c for mask in ("full", "causal") for b in ((1024, 1024, 1024), (1024, 2048, 512)) for name, c in case(mask, b).items()}
-
-
 def cases(generation, tiles):
     heads = 2 if generation == "v5p" else 1
     found = ours(generation, heads, tiles)
-    return found if tiles else found | splash(heads) | flash(heads)
+    return found if tiles else found | splash(heads) | flash(heads) | tokamax(heads)
 
 
 def simulate(name, generation, tiles, folder):

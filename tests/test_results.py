@@ -218,9 +218,12 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     text = pages.simulated(results)
     assert "Simulated cycles" in text
     assert "libtpu 0." in text
+    rule, causal = pages.RowRule(8192, left=1023, right=0), pages.RowRule(8192, right=0)
     # Pieces of 256 rows take 1280 keys each, but the first q tile's own, which have no more than 256, 512, 768 and 1024 before their end.
-    assert pages.visited("window", "1024/512/2/4/128") == 28 * 256 * 1280 + 256 * (256 + 512 + 768 + 1024)
-    assert pages.visited("packed", "1024/512/2/2/128") == 8 * 512 * (512 + 1024)
+    assert pages.of_steps(rule, pages.Tiles(1024, 512, 8192, 2, 4), False) == 28 * 256 * 1280 + 256 * (256 + 512 + 768 + 1024)
+    assert pages.of_steps(causal, pages.Tiles(1024, 512, 8192, 2, 2), True) == 8 * 512 * (512 + 1024)
+    assert pages.of_tiles(rule, pages.Tiles(1024, 512, 8192, 2, 4), False) == 1024 * 512 * (2 + 7 * 4)
+    assert pages.of_tiles(causal, pages.Tiles(1024, 512, 8192, 2, 2), True) == 8 * 1024 * 1024
     row = lambda mask, phase, cycles: (("v5e", mask, phase, "ours"), {"with_xla_ops": cycles})
     shares = {"dense": 100, "half": 55, "quarter": 30, "eighth": 20, "sixteenth": 17}
     best = dict(row(mask, phase, cycles) for mask, cycles in shares.items() for phase in ("forward", "backward"))
@@ -228,7 +231,17 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     assert "| 0.0625 | 0.170 | 0.170 | 0.1625 | no |" in pages.sparse_cycles(best)
     full = {"kernel": 8192**2 + 4 * 2**20 / 546}
     window = {"mask": "window", "tiles": "1024/512/2/4/128", "kernel": 1.5 * 9830400 + 4 * 2**20 / 546}
-    np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward"), 1.5, rtol=1e-6)
+    np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward", pages.of_steps), 1.5, rtol=1e-6)
+
+
+def test_tpu_rows_stand_beside_the_best_of_the_others():
+    results = json.loads((BENCHMARKS / "results" / "tpu_simulated.json").read_text())
+    case = {"generation": "v5e", "phase": "forward", "mask": "full"}
+    row = case | {"tiles": "1/2/3", "with_xla_ops": 9, "mxu_percent": 50.0}
+    others = [r for r in results["rows"] if r != r | case]
+    of = {"ours": 8, "splash": 12, "flash": 20, "tokamax": 10}
+    text = module("pages").simulated(results | {"rows": others + [row | {"who": who, "kernel": n} for who, n in of.items()]})
+    assert "| v5e full forward | 1/2/3 | 8 | 9 | 50.0 | tokamax's splash 1/2/3 | 10 | 0.800 | 1.000 |" in text
 
 
 def test_rows_that_a_run_has_not_come_from_the_run_before():
