@@ -115,8 +115,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             plgpu.barrier_wait(scores_bar)
             s = pipeline.finish_product(pipeline.start_product(k_s.at[zero, mine], q_s.at[zero]), 0)
             bias = tile_math.bias(head, tile) if own_bias is None else own_bias.read()
-            labels = None if g.q_labels is None else g.q_labels.at[shared(g.q_labels, 0, b), 0, pl.ds(tile * rows, rows)]
-            p, _ = tile_math.weights(s, pivot_s, labels, head, tile, kinds_g is not None, bias)
+            p, _ = tile_math.weights(s, pivot_s, tile_math.labels(tile), head, tile, kinds_g is not None, bias)
             reload(load_for_scores, scores_free_bar, following)
             plgpu.barrier_wait(dp_bar)
             dp = pipeline.finish_product(pipeline.start_product(v_s.at[zero, mine], dout_s.at[zero]), 0)

@@ -31,6 +31,7 @@ from flash_jax.backends.hopper.backward_tile import (
     Walk,
     bias_scratch,
     call,
+    is_copied,
     labels_scratch,
     meet,
     opaque_zero,
@@ -129,7 +130,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             dp = pipeline.start_product(v_s.at[zero(i), mine], dout_s.at[slot])
             s = pipeline.finish_product(s, 1)
             bias = bias if copied_bias is None else copied_bias.await_load()
-            p, weight = tile_math.weights(s, pivot_s.at[slot], None if labels_s is None else labels_s.at[slot], head, tile, partial, bias)
+            labels = tile_math.labels(tile) if labels_s is None else labels_s.at[slot]
+            p, weight = tile_math.weights(s, pivot_s.at[slot], labels, head, tile, partial, bias)
             p16 = drop(p).astype(dtype)
             dp = drop(pipeline.finish_product(dp, 0))
             ds16 = tile_math.dscores(weight, dp, delta_s.at[slot]).astype(dtype)
@@ -188,6 +190,8 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    # Beside 128 rows of a bias that is copied, shared memory has no room for labels.
+    copies_labels = inputs.q_labels is not None and not (head_dim == 64 and is_copied(inputs.bias))
     per_query = plgpu.SMEM((STAGES, block_q), jnp.float32)
     scratch = {
         "k_s": swizzled((1, BLOCK_KV, head_dim), dtype),
@@ -200,9 +204,11 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         "dq_s": swizzled((WARPGROUPS, WARPGROUP_ROWS, 64), jnp.float32),
         "k_bar": plgpu.Barrier(),
         "v_bar": plgpu.Barrier(),
-        "q_bar": plgpu.Barrier(num_arrivals=2 + (inputs.q_labels is not None), num_barriers=STAGES),
+        "q_bar": plgpu.Barrier(num_arrivals=2 + copies_labels, num_barriers=STAGES),
         "dout_bar": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "both_bar": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    scratch |= labels_scratch(inputs, STAGES, block_q) | bias_scratch(inputs.bias, block_q, WARPGROUPS)
+    scratch |= bias_scratch(inputs.bias, block_q, WARPGROUPS)
+    if copies_labels:
+        scratch |= labels_scratch(inputs, STAGES, block_q)
     return call(body, problem, inputs, BLOCK_KV, scratch, dq, done)

@@ -263,6 +263,11 @@ class ScoreTile:
             return self._beside_keys(self._load(ref.at[keys, 0], KEYS))
         return self._load(ref.at[keys, queries], WGMMA)
 
+    def labels(self, tile):
+        """Reference to the labels of the tile's queries, in global memory."""
+        labels = self.refs.q_labels
+        return None if labels is None else labels.at[shared(labels, 0, self.b), 0, pl.ds(tile * self.block_q, self.block_q)]
+
     def bias(self, head, tile):
         if self.refs.bias is None:
             return None
