@@ -15,7 +15,8 @@ from flash_jax.bench.report import save
 from flash_jax.bench.rows import Row
 from flash_jax.bench.timing import interleave_for, provenance
 
-ROWS = [Row(1, n, 8, 64, dtype="float32", is_causal=causal) for n in (128, 256, 512) for causal in (True, False)]
+SIZES = [(1, 128), (1, 256), (1, 512), (8, 32), (8, 128), (32, 128)]  # batch, length
+ROWS = [Row(*size, 8, 64, dtype="float32", is_causal=causal) for size in SIZES for causal in (True, False)]
 SIDES = {"flash_jax": flash_attention, "jax.nn": jax.nn.dot_product_attention}
 
 

@@ -55,7 +55,7 @@ def shapes(dtype="float32", length=64):
 def test_explain_says_what_runs_and_why_not_the_others():
     explanation = explain(*shapes(), is_causal=True, key_value_seq_lengths=jnp.array([3, 4]))
     assert explanation.implementation == "xla"
-    assert explanation.config == xla.Config(block_q=64, block_kv=64)
+    assert explanation.config == xla.Config(block_q=64, block_kv=64, split_batch=False)
     assert set(explanation.why_not) == set(dispatch.NAMES) - {"xla"}
     text = str(explanation)
     assert text.startswith("xla: runs on cpu (cpu) with Config(block_q=64, block_kv=64")

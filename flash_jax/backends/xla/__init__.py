@@ -16,10 +16,15 @@ from flash_jax.problem import Problem
 __all__ = ["BACKEND", "Config", "default_config", "jvp", "row_states"]
 
 
+_SMALL = 2**20  # scores, 4 MiB: a CPU's cache holds them, and one pass costs less than starting one for each batch entry
+
+
 def default_config(problem: Problem, device: Device) -> Config:
     """256 x 256, or rows in one piece where a short full row needs no online softmax; as equal as possible for the lengths.
 
-    measured: python -m flash_jax.bench cpu
+    On a CPU one batch entry at a time, so that each skips its own tiles, unless all together are a small tile of scores.
+
+    measured: python -m flash_jax.bench cpu; python benchmarks/short_lengths.py FILE
     """
     short = problem.mask.hides_nothing and 256 < problem.kv_len <= 512
     block_q, block_kv = problem.block_sizes or ((128, 512) if short else (256, 256))
@@ -27,7 +32,14 @@ def default_config(problem: Problem, device: Device) -> Config:
     def even(length, block):
         return -(-length // max(schedule.num_tiles(length, block), 1))
 
-    return Config(even(problem.q_len, block_q), even(problem.kv_len, block_kv), split_batch=device.platform == "cpu")
+    block_q, block_kv = even(problem.q_len, block_q), even(problem.kv_len, block_kv)
+    small = (
+        (problem.q_len, problem.kv_len) == (block_q, block_kv)
+        and max(block_q, block_kv) <= 128
+        and isinstance(problem.batch, int)  # not symbolic
+        and problem.batch * problem.num_heads * block_q * block_kv <= _SMALL
+    )
+    return Config(block_q, block_kv, split_batch=device.platform == "cpu" and not small)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
