@@ -229,6 +229,11 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
     best = dict(row(mask, phase, cycles) for mask, cycles in shares.items() for phase in ("forward", "backward"))
     assert "| 0.5 | 0.550 | 0.550 | 0.6 | yes |" in pages.sparse_cycles(best)
     assert "| 0.0625 | 0.170 | 0.170 | 0.1625 | no |" in pages.sparse_cycles(best)
+    best = {of: row | {"kernel": 2 * row["with_xla_ops"]} for of, row in best.items()}
+    best["v5e", "half", "backward", "ours"] = {"with_xla_ops": None, "kernel": 102}
+    text = pages.sparse_cycles(best)
+    assert "| v5e backward, kernel alone, of density 1 |" in text
+    assert "| 0.5 | 0.550 | 0.510 | 0.6 | yes |" in text
     full = {"kernel": 8192**2 + 4 * 2**20 / 546}
     window = {"mask": "window", "tiles": "1024/512/2/4/128", "kernel": 1.5 * 9830400 + 4 * 2**20 / 546}
     np.testing.assert_allclose(pages.by_score("v5e", window, full, "forward", pages.of_steps), 1.5, rtol=1e-6)
