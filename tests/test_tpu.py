@@ -101,6 +101,10 @@ def test_declines_other_devices_and_functions_that_are_no_arithmetic():
     assert "uses sin" in reason(lambda b, h, q, k: jnp.sin(q * k * 1.0) > 0)
     assert "uses scan" in reason(lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, c: c + q - k, 0) > 0)
     assert "by row and key together" in reason(lambda b, h, q, k: table[q, k])
+    assert "got int8 on row and key together" in reason(lambda b, h, q, k: (q - k).astype(jnp.int8) > 0)
+    with jax.enable_x64(True):
+        assert "got float64 on row and key together" in reason(lambda b, h, q, k: (q - k) * 0.5 < 3)
+    assert reason(lambda b, h, q, k: (q - k) * 0.5 < 3) is None
     assert reason(lambda b, h, q, k: jnp.sin(q * 1.0) > k) is None
     assert reason(lambda b, h, q, k: table[q, 0] & table[0, k] & table[h, h]) is None
 

@@ -71,20 +71,23 @@ def _why_not(function: MaskFunction) -> str | None:
     for variable in jaxpr.invars[4:]:
         if str(variable.aval.dtype) not in _WORDS:
             return f"mask: operands of the function must be {', '.join(_WORDS)} here, got {variable.aval.dtype}."
-    names = _primitives(jaxpr) - _ELEMENTWISE
-    return (
-        f"mask: the function uses {', '.join(sorted(names))} on row and key together, which is no elementwise arithmetic."
-        if names
-        else None
-    )
+    equations = list(_equations(jaxpr))
+    names = {equation.primitive.name for equation in equations} - _ELEMENTWISE
+    if names:
+        return f"mask: the function uses {', '.join(sorted(names))} on row and key together, which is no elementwise arithmetic."
+    dtypes = {str(v.aval.dtype) for equation in equations for v in equation.outvars} - set(_WORDS)
+    if dtypes:
+        return (
+            f"mask: a kernel computes in {', '.join(_WORDS)}, got {', '.join(sorted(dtypes))} on row and key together; cast to one of them."
+        )
+    return None
 
 
-def _primitives(jaxpr) -> set[str]:
-    names = set()
+def _equations(jaxpr):
+    """Those of inner functions in the place of their calls."""
     for equation in jaxpr.eqns:
         inner = visibility.called(equation)
-        names |= {equation.primitive.name} if inner is None else _primitives(inner.jaxpr)
-    return names
+        yield from [equation] if inner is None else _equations(inner.jaxpr)
 
 
 def hoist(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
