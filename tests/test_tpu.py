@@ -101,6 +101,12 @@ def test_declines_other_devices_and_functions_that_are_no_arithmetic():
     assert "uses sin" in reason(lambda b, h, q, k: jnp.sin(q * k * 1.0) > 0)
     assert "uses scan" in reason(lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, c: c + q - k, 0) > 0)
     assert "by row and key together" in reason(lambda b, h, q, k: table[q, k])
+    assert "uses rem of float32" in reason(lambda b, h, q, k: (q - k) * 1.0 % 3 < 1)
+    assert "uses convert_element_type of bool" in reason(lambda b, h, q, k: (q - k).astype(bool))
+    assert "uses max of bool" in reason(lambda b, h, q, k: jnp.maximum(q < k, k < 5))
+    assert "uses integer_pow of float32" in reason(lambda b, h, q, k: (q - k + 0.5) ** -2 > 1)
+    assert "uses select_n of int32" in reason(lambda b, h, q, k: jax.lax.select_n(jnp.clip(q - k, 0, 2), q, k, b) > 3)
+    assert reason(lambda b, h, q, k: (q - k) % 3 != jnp.maximum(q, 2) * (q - k + 0.5) ** 2) is None
     assert "got int8 on row and key together" in reason(lambda b, h, q, k: (q - k).astype(jnp.int8) > 0)
     with jax.enable_x64(True):
         assert "got float64 on row and key together" in reason(lambda b, h, q, k: (q - k) * 0.5 < 3)

@@ -72,15 +72,34 @@ def _why_not(function: MaskFunction) -> str | None:
         if str(variable.aval.dtype) not in _WORDS:
             return f"mask: operands of the function must be {', '.join(_WORDS)} here, got {variable.aval.dtype}."
     equations = list(_equations(jaxpr))
-    names = {equation.primitive.name for equation in equations} - _ELEMENTWISE
+    names = {_name(equation) for equation in equations if not _is_arithmetic(equation)}
     if names:
-        return f"mask: the function uses {', '.join(sorted(names))} on row and key together, which is no elementwise arithmetic."
+        return f"mask: the function uses {', '.join(sorted(names))} on row and key together, which is no elementwise arithmetic of kernels."
     dtypes = {str(v.aval.dtype) for equation in equations for v in equation.outvars} - set(_WORDS)
     if dtypes:
         return (
             f"mask: a kernel computes in {', '.join(_WORDS)}, got {', '.join(sorted(dtypes))} on row and key together; cast to one of them."
         )
     return None
+
+
+def _name(equation) -> str:
+    return " of ".join([equation.primitive.name, *(str(v.aval.dtype) for v in equation.outvars[:1])])
+
+
+def _is_arithmetic(equation) -> bool:
+    """Whether the kernels of every backend compute it."""
+    match equation.primitive.name:
+        case "rem":
+            return not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        case "max" | "min" | "convert_element_type":
+            return equation.outvars[0].aval.dtype != jnp.bool_
+        case "integer_pow":
+            return equation.params["y"] >= -1
+        case "select_n":
+            return len(equation.invars) == 3
+        case name:
+            return name in _ELEMENTWISE
 
 
 def _equations(jaxpr):
