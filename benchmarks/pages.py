@@ -41,19 +41,8 @@ scores, and a backward as 2.5 forwards. No TPU was measured: of its kernels ther
 
 
 def load() -> dict[str, dict]:
-    """Every results file by its name; rows that a run has not are taken from `NAME_earlier`, the run before."""
-    files = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    for name in [name for name in files if name.endswith("_earlier")]:
-        complete(files[name.removesuffix("_earlier")], files.pop(name), f"{name}.json")
-    return files
-
-
-def complete(results: dict, earlier: dict, file: str) -> None:
-    """Add the rows of an earlier run that these results have not."""
-    names = {record["row"] for record in results["rows"]}
-    missing = [record for record in earlier["rows"] if record["row"] not in names]
-    results["rows"] += missing
-    results["completed"] = f"{', '.join(record['row'] for record in missing)}: of the run before, file `{file}`, {origin(earlier)}."
+    """Every results file by its name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 
 
 # ------------------------------------------------------------------------------------------------------------- benchmarks
@@ -66,7 +55,6 @@ def benchmark(name: str, results: dict) -> str:
         f"## {title(results)}",
         "",
         f"{origin(results)}, file `{name}.json`.",
-        *(["", results["completed"]] if "completed" in results else []),
     ]
     text += ["", *report.ratios(results)]
     for phase in PHASES:

@@ -249,14 +249,6 @@ def test_tpu_rows_stand_beside_the_best_of_the_others():
     assert "| v5e full forward | 1/2/3 | 8 | 9 | 50.0 | tokamax's splash 1/2/3 | 10 | 0.800 | 1.000 |" in text
 
 
-def test_rows_that_a_run_has_not_come_from_the_run_before():
-    where = {"command": "python before", "date": "2026-01-01", "jax": "0.11.2"}
-    later = {"rows": [{"row": "a", "new": True}]}
-    module("pages").complete(later, {"rows": [{"row": "a"}, {"row": "b"}], "provenance": where}, "one_earlier.json")
-    assert later["rows"] == [{"row": "a", "new": True}, {"row": "b"}]
-    assert later["completed"].startswith("b: of the run before, file `one_earlier.json`, `python before`")
-
-
 def test_results_files_say_where_they_come_from():
     """Measured ones with their device; none with the paths of a machine."""
     for path in (BENCHMARKS / "results").glob("*.json"):

@@ -36,6 +36,7 @@ def default_config(problem: Problem, device: Device) -> Config:
     small = (
         (problem.q_len, problem.kv_len) == (block_q, block_kv)
         and max(block_q, block_kv) <= 128
+        and problem.dtype.itemsize >= 4  # XLA has no 16-bit products over two batch axes for every CPU (JAX 0.11)
         and isinstance(problem.batch, int)  # not symbolic
         and problem.batch * problem.num_heads * block_q * block_kv <= _SMALL
     )
