@@ -2,6 +2,7 @@
 
 An entry: `{"kernel", "jax", "head_dim", "v_head_dim", "config", "results"}`. `jax` is major.minor, because the compiler that comes with
 it decides what spills; `config` holds the fields of the kernel's own `Config`; `results` says where it was measured and checked.
+The backward has one configuration for each head dim, which the kernels are written for: its entries record where that one was checked.
 """
 
 import functools
