@@ -27,8 +27,6 @@ from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
 
-_LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
-
 
 def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool, refs: Arrays, out, scratch, ids: Ids):
     """last: number of the last head of a group and of the last q tile."""
@@ -74,23 +72,18 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
 
 
 def _row_weights(problem: Problem, config: Config, operands: Operands, lse: Array, tiles: Tiles) -> tuple[Array, Array | None]:
-    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`.
-
-    A finite bias of -1e9 on a whole row makes an lse that has lost log(l): then the rows' states are computed once more.
-    """
+    """`(pivot, weight)` with probabilities `2^(s - pivot) * weight`, from lse where it has not lost l."""
     pivot = softmax.lse_pivot(row_of(lse, tiles, -jnp.inf))
     if operands.bias is None:
         return pivot, None
 
     def from_states(_):
         _, m, l = (x[..., : problem.q_len] for x in states(problem, config.forward, config.vmem, operands))
-        seen = l > 0
-        m, weight = jnp.where(seen, m, jnp.inf), jnp.where(seen, 1 / jnp.where(seen, l, 1), 0)
+        pivot, weight = softmax.weights_from_states(m, l)
         to_tiles = lambda x, fill: row_of(heads_first(x[:, :, 0]), tiles, fill)
-        return to_tiles(m, jnp.inf), to_tiles(weight, 0)
+        return to_tiles(pivot, jnp.inf), to_tiles(weight, 0)
 
-    large = jnp.isfinite(lse) & (jnp.abs(lse) > _LARGE)
-    return lax.cond(jnp.any(large), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
+    return lax.cond(softmax.any_lost_l(lse), from_states, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
 
 
 def _with_finite_keys(arrays: Arrays) -> Arrays:
