@@ -123,21 +123,6 @@ def test_turns_number_the_blocks_that_visit_a_query_tile(source):
         assert table[0, 0, seen[0, 0, :, tile], tile].tolist() == list(range(seen[0, 0, :, tile].sum()))
 
 
-@pytest.mark.parametrize(("head_dim", "q_len", "kv_len"), [(64, 128, 128), (128, 64, 256), (256, 96, 256)])
-def test_queries_that_are_one_tile_lower(head_dim, q_len, kv_len):
-    """The second slot is filled only if there is a second step; its place is not in the arrays."""
-    x, y = (jax.ShapeDtypeStruct((2, n, 4, head_dim), "bfloat16") for n in (q_len, kv_len))
-
-    def gradients(query, key, value):
-        request = api.prepare(query, key, value)
-        config, _ = hopper.BACKEND.default_config(request.problem, Device("gpu", "NVIDIA H200"))
-        lse = jnp.zeros(query.shape[:-1])
-        wanted = frozenset({"query", "key", "value"})
-        return hopper.BACKEND.backward(request.problem, config, request.operands, query, lse, query, lse, wanted)
-
-    assert jax.jit(gradients).trace(x, y, y).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 1
-
-
 @pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
 def test_padding_of_nan_reaches_no_gradient(head_dim):
     case = dataclasses.replace(BY_NAME["both_lengths_causal"], dtype="bfloat16", head_dim=head_dim)
