@@ -80,9 +80,8 @@ def origin(results: dict) -> str:
 
 
 def title(results: dict) -> str:
-    """Of a section: preset and device."""
-    device = results["provenance"]["device"]
-    return f"{results['preset'].capitalize()}, {results['provenance']['processor'] if device == 'cpu' else device}"
+    """Of a section: preset and machine."""
+    return f"{results['preset'].capitalize()}, {report.machine(results['provenance'])}"
 
 
 def _line(record: dict, phase: str, peers: list[str]) -> list[str]:
@@ -309,8 +308,8 @@ def speed(results: dict) -> str:
 def quick(files: dict[str, dict]) -> str:
     """How long `bench quick` takes."""
     runs = [results for results in files.values() if results.get("preset") == "quick" and "seconds" in results["provenance"]]
-    where = lambda results: "an NVIDIA H200" if results["provenance"]["platform"] == "gpu" else results["provenance"]["processor"]
-    return f"It took {', '.join(f'{results["provenance"]["seconds"]} seconds on {where(results)}' for results in runs)}."
+    took = lambda where: f"{where['seconds']} seconds on {report.machine(where)}"
+    return f"It took {', '.join(took(results['provenance']) for results in runs)}."
 
 
 def results_page(files: dict[str, dict]) -> str:

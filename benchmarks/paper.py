@@ -3,7 +3,6 @@
 import pathlib
 
 import counters
-from counters import GPT2_MEDIUM
 
 from flash_jax import io_model
 from flash_jax.bench.measure import PHASES
@@ -72,7 +71,7 @@ def number(value: float | None, form: str) -> str:
 
 def figure2(results: dict, bytes_moved: list[dict]) -> str:
     """GPT-2 medium's attention, forward and backward."""
-    row, sides = GPT2_MEDIUM, rows_of(results)[GPT2_MEDIUM]
+    row, sides = counters.GPT2_MEDIUM, rows_of(results)[counters.GPT2_MEDIUM]
     problem = io_model.make_problem(row.length, batch=row.batch, num_heads=row.num_heads, head_dim=row.head_dim, dtype=row.dtype)
     standard = [io_model.standard_forward(problem), io_model.standard_backward(problem)]
     flash = [of(problem, (128, 128)) for of in (io_model.flash_forward, io_model.flash_backward)]
@@ -90,7 +89,7 @@ def figure2(results: dict, bytes_moved: list[dict]) -> str:
 def curve(results: dict, **words) -> list[tuple[Row, dict]]:
     """The rows of one curve, by length."""
     wanted = {"is_causal": False, "dropout": 0.0} | words
-    rows = [(row, with_standard(sides)) for row, sides in rows_of(results).items() if row != GPT2_MEDIUM]
+    rows = [(row, with_standard(sides)) for row, sides in rows_of(results).items() if row != counters.GPT2_MEDIUM]
     return [(row, sides) for row, sides in rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
 

@@ -126,6 +126,24 @@ def _in_processes(arguments: list[str], o) -> Iterator[dict]:
     return (json.loads(line) for line in lines if line.startswith("{"))
 
 
+def _collected(records: Iterator[dict], chosen: list[Row], o, began: float) -> dict:
+    """The results, in the order of the rows; shown and saved as they come."""
+    order = {row.name: n for n, row in enumerate(chosen)}
+    results = {"preset": o.command, "provenance": {}, "rows": []}
+    first = math.nan
+    for n, record in enumerate(records, 1):
+        now = time.monotonic()
+        first = now if n == 1 else first
+        results["provenance"] = results["provenance"] or provenance()
+        results["rows"] = sorted([*results["rows"], record], key=lambda record: order[record["row"]])
+        progress.say(report.line(record))
+        each = (now - first) / (n - 1) if n > 1 else o.seconds
+        progress.show("rows timed", n, len(chosen), now - began, each * (len(chosen) - n))
+        if o.out:
+            report.save(results, o.out)
+    return results
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if one of our own results was refused, or a row has none."""
     began = time.monotonic()
@@ -147,20 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return 0
     records = _in_processes(list(arguments or sys.argv[1:]), o) if o.processes > 1 else _measured(chosen, o)
-    order = {row.name: n for n, row in enumerate(chosen)}
-    results = {"preset": o.command, "provenance": {}, "rows": []}
-    first = math.nan
-    for n, record in enumerate(records, 1):
-        now = time.monotonic()
-        first = now if n == 1 else first
-        results["provenance"] = results["provenance"] or provenance()
-        results["rows"] = sorted([*results["rows"], record], key=lambda record: order[record["row"]])
-        progress.say(report.line(record))
-        each = (now - first) / (n - 1) if n > 1 else o.seconds
-        progress.show("rows timed", n, len(chosen), now - began, each * (len(chosen) - n))
-        if o.out:
-            report.save(results, o.out)
-    missing = order.keys() - {record["row"] for record in results["rows"]}
+    results = _collected(records, chosen, o, began)
+    missing = {row.name for row in chosen} - {record["row"] for record in results["rows"]}
     if missing:
         sys.stderr.write(f"{', '.join(sorted(missing))}: the process that had these rows ended without a result; its message is above\n")
     if not results["rows"]:

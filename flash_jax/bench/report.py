@@ -13,6 +13,11 @@ def save(results: dict, path: pathlib.Path) -> None:
     part.replace(path)
 
 
+def machine(where: dict) -> str:
+    """By the provenance: the device, or the processor where that is the device."""
+    return where["processor"] if where["platform"] == "cpu" else where["device"]
+
+
 def line(record: dict) -> str:
     """A row in short: the errors are allowed, and how many times faster than each peer."""
     words = [record["row"]]
@@ -105,13 +110,12 @@ def plot(results: dict, path: pathlib.Path) -> None:
         at, ratios = [n + shift for n, _ in points], [p["ratio"] for _, p in points]
         spread = [[max(p["ratio"] - p["p10"], 0) for _, p in points], [max(p["p90"] - p["ratio"], 0) for _, p in points]]
         axes.barh(at, ratios, 0.32, xerr=spread, label=phase, ecolor="0.3")
-    where = results["provenance"]
     axes.axvline(1, color="k", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [record["row"] for record in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)  # from the top down
     axes.set(
         xlabel="times faster than the fastest peer (bar: median, line: p10 to p90)",
-        title=f"{results['preset']}, {where['processor'] if where['platform'] == 'cpu' else where['device']}",
+        title=f"{results['preset']}, {machine(results['provenance'])}",
     )
     axes.legend()
     figure.savefig(path, dpi=110)

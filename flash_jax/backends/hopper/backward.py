@@ -66,7 +66,7 @@ def backward(
     problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
-    rows = _rows(problem, operands, out, lse, dout, dlse)
+    rows = _rows(problem, operands, out, lse, dout, dlse)  # with the functions as they came, for xla, which it may ask
     problem, operands = functions.hoist(problem, operands)
     gradients = {"bias": _dbias(problem, operands, rows, lse, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
