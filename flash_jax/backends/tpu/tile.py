@@ -158,7 +158,7 @@ class Tile:
                 terms.append(self.kv_ids >= kv_lo)
             if cut.upper and kv_hi is not None:
                 terms.append(self.kv_ids < kv_hi)
-            if cut.upper and spec.rule is not None and self.problem.kv_len % self.tiles.resident:
+            if cut.upper and spec.rule is not None and self.problem.kv_len % self.tiles.resident:  # of padding a rule says nothing
                 terms.append(self.kv_ids < self.problem.kv_len)
         if not cut.others:
             return terms

@@ -69,7 +69,8 @@ def _pieces(tiles: Tiles, steps: tuple[edge.Step | None, ...], start: Callable, 
     """
     size = tiles.block_q // tiles.pieces
 
-    def begin(n):
+    def products(n):
+        """Of piece n, as far as they need no softmax: its rows, and what does the rest."""
         rows, step = slice(n * size, (n + 1) * size), steps[n]
         if step:
             return rows, work.halves(start(rows, step), rows, step, first)
@@ -77,9 +78,9 @@ def _pieces(tiles: Tiles, steps: tuple[edge.Step | None, ...], start: Callable, 
             work.begin(rows)
         return rows, lambda: None
 
-    following, done = begin(0), None
+    following, done = products(0), None
     for n in range(tiles.pieces):
-        (rows, rest), following = following, begin(n + 1) if n + 1 < tiles.pieces else None
+        (rows, rest), following = following, products(n + 1) if n + 1 < tiles.pieces else None
         if done is not None:
             work.end(*done)
         done = rows, rest()

@@ -130,7 +130,7 @@ def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
     m = s.max(2)
     pivot = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
     l = softmax.probs(s, pivot, _column).sum(2)
-    return pivot, jnp.where(l > 0, 1 / jnp.where(l > 0, l, 1), 0)
+    return pivot, softmax.weights_from_states(m, l)[1]
 
 
 def row_states(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
