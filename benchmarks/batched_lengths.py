@@ -3,16 +3,15 @@
 python benchmarks/batched_lengths.py benchmarks/results/cpu_batched_lengths.json
 """
 
-import argparse
-import pathlib
 from collections.abc import Callable
 
+import comparison
 import jax
 import jax.numpy as jnp
 
 from flash_jax import flash_attention
 from flash_jax.bench.report import save
-from flash_jax.bench.timing import interleave_for, provenance
+from flash_jax.bench.timing import interleave_for
 
 LENGTHS = ((2048, 1902, 1755, 1609, 1463, 1317, 1170, 1024), (2048, 1536, 1024, 768, 512, 384, 256, 128))
 HEADS, HEAD_DIM = 4, 64
@@ -57,11 +56,8 @@ def sides(lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=60, help="about how long to time")
-    o = parser.parse_args()
-    where = provenance() | {"command": f"python benchmarks/{pathlib.Path(__file__).name} benchmarks/results/{o.file.name}"}
+    o = comparison.options(__doc__, seconds=60)
+    where = comparison.origin(__file__, o.file)
     rows = []
     for lengths in LENGTHS:
         samples = interleave_for(sides(lengths), o.seconds / len(LENGTHS))

@@ -3,17 +3,16 @@
 python benchmarks/deterministic.py benchmarks/results/h200_deterministic.json
 """
 
-import argparse
 import functools
-import pathlib
 from collections.abc import Callable
 
+import comparison
 import jax
 
 from flash_jax import flash_attention
 from flash_jax.bench.report import save
 from flash_jax.bench.rows import Row
-from flash_jax.bench.timing import interleave_for, provenance
+from flash_jax.bench.timing import interleave_for
 
 SIDES = {"default": {}, "deterministic": {"deterministic_backward": True}}
 ROWS = [Row(4, 4096, 2048 // head_dim, head_dim, is_causal=causal) for head_dim in (64, 128, 256) for causal in (True, False)]
@@ -34,11 +33,8 @@ def sides(row: Row) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=12, help="about how long to time")
-    o = parser.parse_args()
-    where = provenance() | {"command": f"python benchmarks/{pathlib.Path(__file__).name} benchmarks/results/{o.file.name}"}
+    o = comparison.options(__doc__, seconds=12)
+    where = comparison.origin(__file__, o.file)
     rows = []
     for row in ROWS:
         samples = interleave_for(sides(row), o.seconds / len(ROWS))

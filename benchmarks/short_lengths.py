@@ -3,17 +3,16 @@
 python benchmarks/short_lengths.py benchmarks/results/cpu_short_lengths.json
 """
 
-import argparse
 import functools
-import pathlib
 from collections.abc import Callable
 
+import comparison
 import jax
 
 from flash_jax import flash_attention
 from flash_jax.bench.report import save
 from flash_jax.bench.rows import Row
-from flash_jax.bench.timing import interleave_for, provenance
+from flash_jax.bench.timing import interleave_for
 
 SIZES = [(1, 128), (1, 256), (1, 512), (8, 32), (8, 128), (32, 128)]  # batch, length
 ROWS = [Row(*size, 8, 64, dtype="float32", is_causal=causal) for size in SIZES for causal in (True, False)]
@@ -35,11 +34,8 @@ def sides(row: Row) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=60, help="about how long to time")
-    o = parser.parse_args()
-    where = provenance() | {"command": f"python benchmarks/{pathlib.Path(__file__).name} benchmarks/results/{o.file.name}"}
+    o = comparison.options(__doc__, seconds=60)
+    where = comparison.origin(__file__, o.file)
     rows = []
     for row in ROWS:
         samples = interleave_for(sides(row), o.seconds / len(ROWS))

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import numpy as np
 from flash_jax import api
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
+from flash_jax.bench import progress
 from flash_jax.bench.measure import in_short
 from flash_jax.tuning import table
 
@@ -71,19 +71,12 @@ def choose(times: dict, present, noise: float = NOISE):
 
 
 def bar(items: list, label: str) -> Iterable:
-    """The items, with a progress line on standard error."""
+    """The items, with a line of progress."""
     start = time.monotonic()
-    for n, item in enumerate(items):
-        left = (time.monotonic() - start) / n * (len(items) - n) if n else math.nan
-        filled = 30 * n // len(items)
-        _say(f"\r{label} [{'#' * filled}{'.' * (30 - filled)}] {n}/{len(items)}, {left:.0f} s left ")
+    for n, item in enumerate(items, 1):
         yield item
-    _say(f"\r{label} [{'#' * 30}] {len(items)}/{len(items)}, {time.monotonic() - start:.0f} s        \n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+        elapsed = time.monotonic() - start
+        progress.show(label, n, len(items), elapsed, elapsed / n * (len(items) - n))
 
 
 def _seconds(run: Callable, calls: int) -> float:
@@ -112,13 +105,13 @@ def _runs(configs: list, shape: Shape, head_dim: int, v_head_dim: int, label: st
         try:
             compiled = compute.lower(operands).compile()
         except Exception as error:  # whatever the compiler refuses is no candidate
-            _say(f"\n{config}: {in_short(error)[:120]}\n")
+            progress.say(f"{config}: {in_short(error)[:120]}")
             continue
         got = np.asarray(compiled(operands).astype(jnp.float32))
         if np.abs(got - expected).max() <= 16 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max():
             runs[config] = lambda compiled=compiled: compiled(operands)
         else:
-            _say(f"\n{config}: wrong result, left out\n")
+            progress.say(f"{config}: wrong result, left out")
     return runs
 
 
@@ -159,7 +152,7 @@ def main() -> None:
         best = choose(times, present)
         where = f"flash_jax.tuning.search on {device.device_kind}, {time.strftime('%Y-%m-%d')}"
         path = table.store(device.device_kind, table.Key(KERNEL, *dims), dataclasses.asdict(best), where)
-        _say(f"head_dim {head_dim}: {best}{' (as before)' if best == present else f', before {present}'}; kept in {path}\n")
+        progress.say(f"head_dim {head_dim}: {best}{' (as before)' if best == present else f', before {present}'}; kept in {path}")
 
 
 if __name__ == "__main__":
