@@ -2,6 +2,8 @@
 
 import contextlib
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from flash_jax import api
@@ -34,3 +36,14 @@ def attention(config, interpret=interpreted, device=DEVICE):
         return out.reshape(*request.batch, *out.shape[1:]), lse.reshape(*request.batch, *lse.shape[1:])
 
     return call
+
+
+def product_in_one_order(problem, a, b, axes):
+    """`tile.dot`, each number summed from first to last.
+
+    On a CPU, XLA sums in one of two orders, by the shape of the tile: a score of a 32 x 48 tile of the forward differs from that of
+    the 48 x 32 tile of the backward, of 64 x 64 tiles none does.
+    """
+    a, b = (jnp.moveaxis(x.astype(problem.dtype), axis[0], 0) for x, axis in zip((a, b), axes, strict=True))
+    add = lambda n, total: total + lax.dynamic_index_in_dim(a, n, 0).T * lax.dynamic_index_in_dim(b, n, 0)
+    return lax.fori_loop(0, a.shape[0], add, jnp.zeros((a.shape[1], b.shape[1]), jnp.float32))
