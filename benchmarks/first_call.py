@@ -1,4 +1,4 @@
-"""Seconds before a first call can run: trace, lower and compile, each in a process of its own with nothing cached, one for 8 processors.
+"""Seconds before a first call can run: trace, lower and compile, each alone, in a process of its own with nothing cached.
 
     python benchmarks/first_call.py benchmarks/results/h200_first_call.json
 
@@ -14,7 +14,6 @@ import pathlib
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
@@ -68,11 +67,11 @@ def main() -> None:
         sys.stderr.write(f"{row} {phase} {side}: {outcome}\n")
         return {"row": row, "phase": phase, "side": side, **outcome}
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 8)) as pool:
-        list(pool.map(lambda side: measured(next(iter(ROWS)), PHASES[0], side), o.sides))
-        rows = list(pool.map(measured, *zip(*itertools.product(ROWS, PHASES, o.sides), strict=True)))
-    results = {"provenance": provenance() | {"command": "python benchmarks/first_call.py"}, "rows": rows}
-    save(results, o.file)
+    for side in o.sides:
+        measured(next(iter(ROWS)), PHASES[0], side)
+    rows = [measured(*which) for which in itertools.product(ROWS, PHASES, o.sides)]
+    command = f"python benchmarks/first_call.py benchmarks/results/{o.file.name} --sides {' '.join(o.sides)}"
+    save({"provenance": provenance() | {"command": command}, "rows": rows}, o.file)
 
 
 if __name__ == "__main__":

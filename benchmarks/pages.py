@@ -149,6 +149,14 @@ def first_calls(results: dict) -> str:
     )
 
 
+def deterministic(results: dict) -> str:
+    """Time of a backward that repeats bit by bit, over that of one that adds in any order."""
+    of = lambda row: [f"{row['cost'][part]:.2f}" for part in ("ratio", "p10", "p90")]
+    ms = lambda row: [f"{row['median'][side] * 1e3:.2f}" for side in ("default", "deterministic")]
+    lines = [[row["row"], *ms(row), *of(row)] for row in results["rows"]]
+    return f"{origin(results)}, the backward alone.\n\n" + table(["row", "ms", "ms, deterministic", "over it", "p10", "p90"], lines)
+
+
 def batched_lengths(results: dict) -> str:
     """Time of sequences of different lengths together, over that of a call for each."""
     of = lambda row: [f"{row['of_separate'][part]:.2f}" for part in ("ratio", "p10", "p90")]
@@ -328,6 +336,8 @@ def results_page(files: dict[str, dict]) -> str:
         text += ["## Forward and backward in one program\n", short_lengths(files["cpu_short_lengths"]), ""]
     if "cpu_batched_lengths" in files:
         text += ["## Sequences of different lengths\n", batched_lengths(files["cpu_batched_lengths"]), ""]
+    if "h200_deterministic" in files:
+        text += ["## Gradients that repeat bit by bit\n", deterministic(files["h200_deterministic"]), ""]
     if "h200_first_call" in files:
         text += ["## Before the first call\n", first_calls(files["h200_first_call"]), ""]
     if "tpu_simulated" in files:
