@@ -1,4 +1,8 @@
-"""The TPU kernels compiled by libtpu for each generation, without a TPU: fits into VMEM, layouts that exist, linear memory."""
+"""The TPU kernels without a TPU: lowered by Pallas, and compiled by libtpu for each generation.
+
+Lowering refuses dtypes, block shapes and operations that Mosaic lacks; compiling, what does not fit into VMEM and layouts that do
+not exist. Memory is linear.
+"""
 
 import dataclasses
 import os
@@ -13,8 +17,6 @@ from tpu_support import attention
 
 from flash_jax import Mask
 from flash_jax.backends.base import Device
-
-pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
 GENERATIONS = {
     "v4": ("v4:2x2x1", "TPU v4"),
@@ -104,14 +106,9 @@ CASES = {
 }  # fmt: skip
 
 
-def compile_for(generation: str, case: Case):
-    """Forward, and the gradients of everything that has one."""
-    pytest.importorskip("libtpu", reason="libtpu compiles; scripts/check.sh --aot installs it")
-    topology, kind = GENERATIONS[generation]
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    call = attention(None, None, Device("tpu", kind))
+def program(case: Case, device: Device):
+    """Forward, and the gradients of everything that has one, with their arguments."""
+    call = attention(None, None, device)
 
     def run(query, key, value, traced, dout, dlse):
         options = case.options(*traced)
@@ -120,21 +117,41 @@ def compile_for(generation: str, case: Case):
         return results, pullback((dout, dlse))
 
     q, k, v, traced = case.arguments()
-    row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     dout = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
+    return run, (q, k, v, traced, dout, jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowers(name):
+    run, arguments = program(CASES[name], Device("tpu", "TPU v6 lite"))
+    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+    assert "flash_forward" in text
+    assert "flash_backward" in text
+    assert ("flash_dbias" in text) == name.startswith("bias")
+
+
+def compile_for(generation: str, case: Case):
+    pytest.importorskip("libtpu", reason="libtpu compiles; scripts/check.sh --aot installs it")
+    topology, kind = GENERATIONS[generation]
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    run, arguments = program(case, Device("tpu", kind))
     sharding = jax.sharding.SingleDeviceSharding(device)
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (q, k, v, traced, dout, row))
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), ("one",)).abstract_mesh):
         return jax.jit(run).lower(*arguments).compile()
 
 
+@pytest.mark.aot
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(generation, name):
     compiled = compile_for(generation, CASES[name])
-    program = compiled.as_text()
+    text = compiled.as_text()
     for kernel in ("flash_forward", "flash_backward"):
-        assert kernel in program
+        assert kernel in text
     memory = compiled.memory_analysis()
     in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes
     # Copies in the kernels' layout: head_dim is padded to 128 lanes, float16 is widened; 32 MiB are for what is small.
