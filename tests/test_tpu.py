@@ -355,18 +355,18 @@ def races_found() -> bool:
     return interpret_pallas_call.races.races_found
 
 
-def run_with_race_detection():
-    """Forward and backward of a grouped problem on two cores, memory that nobody wrote being NaN."""
+def run_with_race_detection(*wanted):
+    """Forward and backward of a grouped problem, its heads sharing a bias if any, on two cores; memory that nobody wrote is NaN."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     arguments, dout, dlse = BY_NAME["gqa"].build()
     first = {n: arguments[n][:1, :, :heads] for n, heads in (("query", 3), ("key", 1), ("value", 1))}
-    request = api.prepare(**first, is_causal=True)
+    bias = {"bias": jnp.zeros((1, 1, 70, 70))} if "bias" in wanted else {}
+    request = api.prepare(**first, **bias, is_causal=True)
 
     @jax.jit
     def run(operands, dout, dlse):
         out, lse = tpu.BACKEND.forward(request.problem, WHOLE, operands)
-        names = ("query", "key", "value")
-        return out, lse, tpu.BACKEND.backward(request.problem, WHOLE, operands, out, lse, dout, dlse, names)
+        return out, lse, tpu.BACKEND.backward(request.problem, WHOLE, operands, out, lse, dout, dlse, wanted)
 
     with interpreted(params):
         got = jax.block_until_ready(run(request.operands, dout[:1, :, :3], dlse[:1, :, :3]))
@@ -374,16 +374,17 @@ def run_with_race_detection():
 
 
 def test_no_races():
-    run_with_race_detection()
+    run_with_race_detection("query", "key", "value", "bias")
     assert not races_found()
 
 
-def test_a_planted_race_is_found(monkeypatch):
-    """The loops over the rows of a group called parallel: two cores then add to the same dk and dv."""
-    module = importlib.import_module("flash_jax.backends.tpu.backward")  # the package's own `backward` is the function
+@pytest.mark.parametrize(("kernel", "wanted"), [("backward", ("query", "key", "value")), ("dbias", ("bias",))])
+def test_a_planted_race_is_found(kernel, wanted, monkeypatch):
+    """The loops over the rows of a group called parallel: two cores then add to the same dk and dv. The heads', of a bias: to dbias."""
+    module = importlib.import_module(f"flash_jax.backends.tpu.{kernel}")  # the package's own `backward` is the function
     monkeypatch.setattr(module, "Grid", lambda sizes, ids, parallel: launch.Grid(sizes, ids, parallel=len(sizes)))
     try:
-        run_with_race_detection()
+        run_with_race_detection(*wanted)
         found = races_found()
     except Exception as error:
         found = "race" in str(error).lower()
