@@ -84,7 +84,7 @@ def interval_ranges(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int) -> 
 
 
 def ranges_of_kinds(kinds: Array) -> tuple[Ranges, Array]:
-    """The hull of the tiles that are not empty, from kinds `[..., num_kv_tiles]`, and how many these are.
+    """The hull of the tiles that are not empty, from kinds `[..., num_kv_tiles]`, and what these cost: 3 where full, 4 where masked.
 
     The hull may hold empty ones, which a mask then hides.
     """
@@ -93,9 +93,10 @@ def ranges_of_kinds(kinds: Array) -> tuple[Ranges, Array]:
     first = lambda x: jnp.where(x, index, tiles)
     last = lambda x: jnp.where(x, index + 1, 0)
     some, every = kinds != EMPTY, kinds == FULL
-    terms = first(some), last(some), first(every), last(every), some.astype(jnp.int32), every.astype(jnp.int32)
+    cost = some.astype(jnp.int32) * 4 - every.astype(jnp.int32)
+    terms = first(some), last(some), first(every), last(every), cost, every.astype(jnp.int32)
     join = (jnp.minimum, jnp.maximum, jnp.minimum, jnp.maximum, jnp.add, jnp.add)
-    begin, end, full_begin, full_end, num_some, num_full = jax.lax.reduce(
+    begin, end, full_begin, full_end, cost, num_full = jax.lax.reduce(
         terms,
         tuple(map(jnp.int32, (tiles, 0, tiles, 0, 0, 0))),
         lambda a, b: tuple(f(x, y) for f, x, y in zip(join, a, b, strict=True)),
@@ -104,7 +105,7 @@ def ranges_of_kinds(kinds: Array) -> tuple[Ranges, Array]:
     begin = jnp.minimum(begin, end)
     in_one_piece = full_end - full_begin == num_full
     full_begin = jnp.where(in_one_piece, full_begin, begin)
-    return Ranges(begin, full_begin, jnp.where(in_one_piece, full_end, full_begin), end), num_some
+    return Ranges(begin, full_begin, jnp.where(in_one_piece, full_end, full_begin), end), cost
 
 
 def interval_kinds(kv_lo: Array, kv_hi: Array, block_q: int, block_kv: int, kv_len: int) -> Array:

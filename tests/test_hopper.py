@@ -93,6 +93,12 @@ def test_work_is_dealt_by_data_once_and_evenly(shared):
     assert max(load) <= 1.1 * by_tile.sum() / 5
 
 
+def test_a_last_round_that_is_not_whole_goes_to_the_shortest_lists():
+    _, _, q_tile, counts = (np.asarray(x) for x in work.deal_by_data(jax.numpy.arange(1, 65)[None, None], 2, 16, 132))
+    load = [(q_tile[n, : counts[n]] + 1).sum() for n in range(132)]
+    assert max(load) <= 1.002 * sum(load) / 132
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5, 64, 1000])
 @pytest.mark.parametrize("tiles", [1, 8, 131, 132, 133, 256, 5000])
 def test_splits_keep_the_card_busy_and_no_part_empty(tiles, steps):

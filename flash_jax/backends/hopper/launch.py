@@ -178,7 +178,7 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
 def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, clears: bool) -> tuple[Array, Array, Masked, Array | None]:
     """The table, the number of tiles of each multiprocessor, what is masked, and lists where the visible key tiles are no range."""
     block_q, block_kv = config.block_q, config.block_kv
-    static, lists, visits = static_bounds(problem), None, None
+    static, lists, cost = static_bounds(problem), None, None
     if problem.mask.is_interval and static is not None:
         ranges = schedule.interval_ranges(*static, block_q, block_kv)
         masks_tail = problem.kv_len % block_kv != 0
@@ -198,7 +198,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
             steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32))
         else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
             masked = Masked(True, True, True, parts > 1, clears)
-            ranges, visits = schedule.ranges_of_kinds(kinds)
+            ranges, cost = schedule.ranges_of_kinds(kinds)
             steps = _steps_of_ranges(ranges)
     steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
     if parts > 1:
@@ -209,7 +209,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
         b, head, tile = np.moveaxis(tiles, 2, 0)
         counts = (b >= 0).sum(1, dtype=np.int32)
     else:
-        cost = steps.steps if visits is None or parts > 1 else visits  # to be sorted as it is: XLA has no kernel that negates it first
+        cost = steps.steps if cost is None or parts > 1 else cost  # to be sorted as it is: XLA has no kernel that negates it first
         b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)

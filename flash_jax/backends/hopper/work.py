@@ -53,9 +53,8 @@ def deal_by_data(
     count = batch * num_heads * tiles
     rounds = -(-count // num_multiprocessors)
     place = np.arange(rounds * num_multiprocessors).reshape(rounds, num_multiprocessors)
-    whole = place[:, -1] < count
-    backwards = (np.arange(rounds) % 2 == 1) & whole
-    place = np.where(backwards[:, None], place[:, ::-1], place).T
+    place[1::2] = place[1::2, ::-1]
+    place = place.T
     first_round = place // copies * copies // num_multiprocessors  # of the places that share their steps
     copy = (place - first_round * num_multiprocessors + first_round) % copies
     by_copy = np.argsort(np.where(place < count, copy, copies), axis=1, kind="stable")
