@@ -215,14 +215,20 @@ def tile_kinds(
     lengths: q_len, kv_len. tiles: block_q, block_kv. of_functions: the kinds of the mask functions, which each implementation evaluates
     in its own way.
     """
-    one_head = lambda x: x[:, None]
-    kv_lo, kv_hi = static_bounds(spec, lengths[0]) or row_bounds(spec, operands, lengths[0])
-    terms = [jnp.asarray(schedule.interval_kinds(one_head(kv_lo), one_head(kv_hi), *tiles, lengths[1]))]
-    if operands.q_labels is not None and operands.kv_labels is not None:
-        terms.append(schedule.label_kinds(one_head(operands.q_labels), one_head(operands.kv_labels), *tiles))
+    terms = kinds_of_rules(spec, operands, lengths, tiles)
     terms += [schedule.dense_kinds(x, *tiles, *lengths) for x in operands.dense]
     terms += [schedule.block_kinds(x, sizes, *tiles, *lengths) for x, sizes in zip(operands.blocks, spec.block_sizes, strict=True)]
     return functools.reduce(jnp.minimum, [*terms, *of_functions])
+
+
+def kinds_of_rules(spec: MaskSpec, operands: MaskOperands, lengths: tuple[int, int], tiles: tuple[int, int]) -> list[Array]:
+    """Kinds of tiles by row bounds alone, and by labels alone if there are some: int8 `[1 | batch, 1, num_q_tiles, num_kv_tiles]`."""
+    one_head = lambda x: x[:, None]
+    kv_lo, kv_hi = static_bounds(spec, lengths[0]) or row_bounds(spec, operands, lengths[0])
+    kinds = [jnp.asarray(schedule.interval_kinds(one_head(kv_lo), one_head(kv_hi), *tiles, lengths[1]))]
+    if operands.q_labels is not None and operands.kv_labels is not None:
+        kinds.append(schedule.label_kinds(one_head(operands.q_labels), one_head(operands.kv_labels), *tiles))
+    return kinds
 
 
 def in_interval(kv_lo: Array, kv_hi: Array, kv_ids: Array) -> Array:

@@ -116,19 +116,22 @@ def segments_without_rows():
     return {"q_segment_ids": ids, "kv_segment_ids": unseen, "key_value_seq_lengths": jax.numpy.array([69, 70])}
 
 
+ONES = jax.numpy.ones((2, 128), int)
 POISONED = {
     "lengths": {"is_causal": True, "key_value_seq_lengths": jax.numpy.array([13, 0])},
     "offset": {"is_causal": True, "q_offset": -9},
     "labels": segments_without_rows(),
     "keys": {"mask": jax.numpy.arange(70)[None, None, None] % 5 > 0},
+    "a label that only rows past the end have": {"q_segment_ids": ONES[:, :70], "kv_segment_ids": ONES.at[:, 33:36].set(0)},
 }
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["labels", *(pytest.param(name, marks=pytest.mark.slow) for name in POISONED if name != "labels")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "label" in name else pytest.mark.slow) for name in POISONED])
 def test_what_stands_in_unseen_keys_reaches_nothing(name):
     random = np.random.default_rng(0)
-    arrays = [jax.numpy.asarray(random.standard_normal((2, 70, 2, 64)), "bfloat16") for _ in range(3)]
+    kv_len = 128 if "past the end" in name else 70
+    arrays = [jax.numpy.asarray(random.standard_normal((2, length, 2, 64)), "bfloat16") for length in (70, kv_len, kv_len)]
     request = api.prepare(*arrays, **POISONED[name])
     seen = np.asarray(reference.visible_scores(request.problem, request.operands)).any((1, 2))
     assert not seen.all()
@@ -158,6 +161,34 @@ def test_tiles_that_are_not_marked_hold_seen_keys_only(name, block_kv):
     assert not (tiles & ~marked).any()
     if name != "scattered_labels":
         np.testing.assert_array_equal(marked, tiles)
+
+
+SIDES = {  # options of 700 rows and keys; which bounds the first step, those after it, and those after full ones ask for, in tiles of 64
+    "causal": ({"is_causal": True}, ((False, True), None, None)),
+    "window": ({"is_causal": True, "local_window_size": (199, 0)}, ((False, True), None, (True, False))),
+    "narrow": ({"local_window_size": (20, 20)}, ((True, True), None, (True, True))),
+    "wide": ({"local_window_size": (200, 200)}, ((False, True), (False, True), (True, False))),
+    "chunks": ({"mask": Mask.chunked(130)}, ((True, True), (False, True), (True, True))),
+    "past the keys": ({"is_causal": True, "local_window_size": (100, 0), "q_offset": 500}, ((True, True), None, (True, True))),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_steps_ask_for_the_bounds_that_may_hide_something(name):
+    options, expected = SIDES[name]
+    ones = jax.numpy.ones((1, 700, 1, 16), "bfloat16")
+    lo, hi = host.static_bounds(api.prepare(ones, ones, ones, **options).problem)
+    ranges = schedule.interval_ranges(lo, hi, 64, 64)
+    masked = launch._masked_steps(ranges, parts=1, clears=False)
+    assert masked[:3] == expected
+    for q_tile, (begin, full_begin, full_end, end) in enumerate(np.stack(ranges, -1)[0]):
+        rows = slice(64 * q_tile, 64 * q_tile + 64)
+        for kv_tile in range(begin, end):
+            if full_begin <= kv_tile < full_end and kv_tile != end - 1:
+                continue
+            asked = masked.first if kv_tile == end - 1 else masked.before if kv_tile >= full_end else masked.after
+            assert asked.lo or (lo[0, rows] <= 64 * kv_tile).all()
+            assert asked.hi or (hi[0, rows] >= 64 * kv_tile + 64).all()
 
 
 FORWARD_ONLY = ["function_over_captured", "function_with_operands", "two_segmentations", "blocks", "blocks_by_head"]

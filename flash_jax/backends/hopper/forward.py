@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax.backends.hopper import clean, pipeline
-from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Rows, Tile
+from flash_jax.backends.hopper.forward_tile import UNSEEN, Config, Inputs, Masked, Rows, Tile
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
 
@@ -178,25 +178,22 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                             plgpu.barrier_wait(v_full.at[slot])
                         plgpu.wgmma(acc_ref, p16, v_s.at[slot])
 
-                    def logits(qk, slot, kv_tile, *is_masked):
+                    def logits(qk, slot, kv_tile, *mask):
                         if clears:
                             plgpu.barrier_wait(v_full.at[slot])
                         labels = labels_s.at[slot] if has_labels else None
                         if not copies_bias:
-                            return rows.logits(qk, rows.bias(kv_tile), kv_tile, labels, *is_masked)
+                            return rows.logits(qk, rows.bias(kv_tile), kv_tile, labels, *mask)
                         plgpu.barrier_wait(bias_full.at[wg])
-                        s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA), kv_tile, labels, *is_masked)
+                        s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA), kv_tile, labels, *mask)
                         plgpu.commit_smem()  # before the copy engine overwrites it
                         plgpu.barrier_arrive(bias_empty.at[wg])
                         return s
 
-                    def has_unseen(kv_tile, is_masked):
-                        return g.unseen[shared(g.unseen, 0, tile.b), kv_tile] != 0 if clears and is_masked else None
-
-                    def clear(p16, slot, unseen):
+                    def clear(p16, slot, notes):
                         """What V holds in keys whose weights are all 0 is not there for the product to come."""
-                        if unseen is not None:
-                            pl.when(unseen)(lambda: clear_columns(p16, slot))
+                        if notes is not None:
+                            pl.when((notes & UNSEEN) != 0)(lambda: clear_columns(p16, slot))
 
                     def clear_columns(p16, slot):
                         clean.mark_columns(p16, marks_s.at[wg])
@@ -211,17 +208,18 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
                         kv_tile = kv_tile_of(tile, 0)
-                        unseen = has_unseen(kv_tile, masked.any)
-                        p, state, _ = rows.softmax(logits(qk, slot, kv_tile, masked.any, masked.blank), None, masked.any)
+                        notes = None if masked.first is None else rows.notes(kv_tile)
+                        s = logits(qk, slot, kv_tile, notes, masked.first, masked.blank)
+                        p, state, _ = rows.softmax(s, None, masked.first is not None)
                         p16 = rows.weights(p, kv_tile)
-                        clear(p16, slot, unseen)
+                        clear(p16, slot, notes)
                         return (*state, p16)
 
-                    def step(j, carry, is_masked):
+                    def step(j, carry, mask):
                         *state, p16 = carry
                         slot, v_slot = slot_of(count + j), slot_of(count + j - 1)
                         kv_tile = kv_tile_of(tile, j)
-                        unseen = has_unseen(kv_tile, is_masked)
+                        notes = None if mask is None else rows.notes(kv_tile)
                         plgpu.barrier_wait(k_full.at[slot])
 
                         def start():
@@ -231,7 +229,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, is_masked), state, is_masked)
+                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, notes, mask), state, mask is not None)
                         if not late:
                             p, state, alpha = softmax()
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
@@ -240,19 +238,19 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                             p, state, alpha = softmax()
                         p16 = rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
                         acc_ref[...] = acc * rows.column(alpha, v_head_dim)
-                        clear(p16, slot, unseen)
+                        clear(p16, slot, notes)
                         return (*state, p16)
 
-                    def steps(lower, upper, is_masked, carry):
-                        return lax.fori_loop(lower, upper, lambda j, c: step(j, c, is_masked), carry)
+                    def steps(lower, upper, mask, carry):
+                        return lax.fori_loop(lower, upper, lambda j, c: step(j, c, mask), carry)
 
                     carry = first_step()
                     full_begin, full_end = (lax.max(jnp.int32(1), x) for x in (tile.full_begin, tile.full_end))
-                    if masked.before:
-                        carry = steps(1, full_begin, True, carry)
-                    carry = steps(full_begin if masked.any else 1, full_end if masked.any else tile.steps, False, carry)
-                    if masked.after:
-                        carry = steps(full_end, tile.steps, True, carry)
+                    if masked.before is not None:
+                        carry = steps(1, full_begin, masked.before, carry)
+                    carry = steps(*((1, tile.steps) if masked.first is None else (full_begin, full_end)), None, carry)
+                    if masked.after is not None:
+                        carry = steps(full_end, tile.steps, masked.after, carry)
                     *state, p16 = carry
                     if config.separate_out:
                         plgpu.barrier_arrive(q_empty.at[wg])

@@ -16,6 +16,7 @@ from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
+BOUNDS, LABELS, UNSEEN = 1, 2, 4  # bits of `Inputs.notes`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Inputs(NamedTuple):
     table: int32 `[multiprocessors, longest, 9]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
     scale: float32 `[1 | batch]`.
     lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
-    unseen: int32 `[1 | batch, num_kv_tiles]`, 0 where every key of the tile is seen by a row of its batch entry.
+    notes: int32 `[1 | batch, 1 | num_q_tiles, num_kv_tiles]`, the sum of what holds of a masked tile: `UNSEEN`, that it may have keys which
+      no row of the batch entry sees; with labels, `BOUNDS`, that row bounds may hide scores of it, and `LABELS`, that labels may.
     kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
     q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
     dense: int8 `[1 | batch, 1 | num_heads, 1 | q_pad, 1 | kv_pad]`, nonzero = visible.
@@ -70,7 +72,7 @@ class Inputs(NamedTuple):
     counts: Any
     scale: Any = None
     lists: Any = None
-    unseen: Any = None
+    notes: Any = None
     kv_lo: Any = None
     kv_hi: Any = None
     q_labels: Any = None
@@ -104,16 +106,25 @@ class Tile(NamedTuple):
     out: Any = None
 
 
-class Masked(NamedTuple):
-    """Static facts about the steps: is there a mask, are there masked steps between the first and the full ones, and after them.
+class Bounds(NamedTuple):
+    """Which of the row bounds may hide a score."""
 
+    lo: bool = True
+    hi: bool = True
+
+
+class Masked(NamedTuple):
+    """Static facts about the steps.
+
+    first, before, after: which bounds may hide scores in the first step, in those between it and the full ones, and after these; None where
+      no such step has a mask.
     blank: may a tile of rows be one that sees nothing though its mask does not hide it (`Tile.visible`).
-    clears: may V hold something in keys that no row sees (`Inputs.unseen`).
+    clears: may V hold something in keys that no row sees (`Inputs.notes`).
     """
 
-    any: bool
-    before: bool
-    after: bool
+    first: Bounds | None
+    before: Bounds | None
+    after: Bounds | None
     blank: bool
     clears: bool
 
@@ -187,10 +198,26 @@ class Rows:
         """The tile of the bias from global memory."""
         return None if self.g.bias is None else self._elements(self.g.bias, kv_tile * self.config.block_kv)
 
-    def logits(self, qk, bias, kv_tile, kv_labels, masked: bool, blank: bool = False):
+    def notes(self, kv_tile):
+        """Of `Inputs.notes`."""
+        notes = self.g.notes
+        return None if notes is None else notes[shared(notes, 0, self.tile.b), shared(notes, 1, self.tile.q_tile), kv_tile]
+
+    def _keep_interval(self, s, kv_start, masked: Bounds):
+        bounds = [bound if may_hide else None for bound, may_hide in zip((self.kv_lo, self.kv_hi), masked, strict=True)]
+        if bounds == [None, None]:
+            return s
+        return pipeline.keep_interval(s, *(None if bound is None else bound - kv_start for bound in bounds))
+
+    def _keep_equal_labels(self, s, kv_labels):
+        labels = self._beside_keys(self._load(kv_labels, COLUMNS))
+        plgpu.commit_smem()  # before the copy engine overwrites them
+        return jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
+
+    def logits(self, qk, bias, kv_tile, kv_labels, notes, masked: Bounds | None, blank: bool = False):
         """Raw products, or logits where more than a scale is applied, in base-2 units without a bias; -inf where masked.
 
-        kv_labels: the labels of the keys in shared memory, or None.
+        kv_labels: the labels of the keys in shared memory, or None. notes: of the tile, see `notes`.
         """
         kv_start = kv_tile * self.config.block_kv
         s = qk
@@ -198,15 +225,15 @@ class Rows:
             s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), tanh_by_exp2, unit=1)
         elif self.factor is None:
             s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, None, tanh_by_exp2)
-        if not masked:
+        if masked is None:
             return s
-        if self.kv_lo is not None or self.kv_hi is not None:
-            below = lambda bound: None if bound is None else bound - kv_start
-            s = pipeline.keep_interval(s, below(self.kv_lo), below(self.kv_hi))
-        if self.q_labels is not None:
-            labels = self._beside_keys(self._load(kv_labels, COLUMNS))
-            plgpu.commit_smem()  # before the copy engine overwrites them
-            s = jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
+        in_interval = lambda s: self._keep_interval(s, kv_start, masked)
+        if self.q_labels is None:
+            s = in_interval(s)
+        else:
+            where_noted = lambda rule, keep, s: lax.cond((notes & rule) != 0, keep, lambda s: s, s)
+            s = where_noted(BOUNDS, in_interval, s)
+            s = where_noted(LABELS, lambda s: self._keep_equal_labels(s, kv_labels), s)
         for ref in self.g.dense:
             s = jnp.where(self._elements(ref, kv_start) != 0, s, -jnp.inf)
         for n, ref in (self.g.blocks or {}).items():

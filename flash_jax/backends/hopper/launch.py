@@ -9,13 +9,13 @@ import numpy as np
 from flash_jax import schedule, softmax
 from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import blocks, forward, functions, packing, work
-from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Tile
+from flash_jax.backends.hopper.forward_tile import BOUNDS, LABELS, UNSEEN, Bounds, Config, Inputs, Masked, Tile
 from flash_jax.backends.hopper.host import ROW_TILE, pad, static_bounds, tile_kinds, unseen_tiles
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import LOG2E
 from flash_jax.tuning.table import Key, lookup
-from flash_jax.visibility import row_bounds
+from flash_jax.visibility import kinds_of_rules, row_bounds
 
 Array = jax.Array
 
@@ -149,11 +149,11 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
         counts=counts,
         scale=operands.scale,
         lists=lists,
-        unseen=None if unseen is None else jnp.asarray(unseen),
+        notes=None if unseen is None else _notes(problem, config, operands, unseen),
         bias=None if operands.bias is None else elements(operands.bias),
         row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
     )
-    if not masked.any:
+    if masked.first is None:
         return inputs, masked
     static = static_bounds(problem)
     kv_lo, kv_hi = static or row_bounds(problem.mask, mask, problem.q_len)  # a constant where it can be: no kernel that fills it
@@ -182,22 +182,23 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
     if problem.mask.is_interval and static is not None:
         ranges = schedule.interval_ranges(*static, block_q, block_kv)
         masks_tail = problem.kv_len % block_kv != 0
-        some = masks_tail or not problem.mask.hides_nothing
-        before, after = ranges.end - ranges.full_end, ranges.full_begin - ranges.begin
-        masked = Masked(some, bool((before > 1).any()), some and bool((after > 0).any()), some and parts > 1, clears)
+        if masks_tail or not problem.mask.hides_nothing:
+            masked = _masked_steps(ranges, parts, clears)
+        else:
+            masked = Masked(None, None, None, False, clears)
         steps = _steps_of_ranges(ranges)
     elif problem.mask.is_interval:
         ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
-        masked, steps = Masked(True, True, True, parts > 1, clears), _steps_of_ranges(ranges)
+        masked, steps = Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears), _steps_of_ranges(ranges)
     else:
         kinds = tile_kinds(problem, operands, block_q, block_kv)
         if problem.mask.num_dense or problem.mask.block_sizes or problem.mask.functions:
             found = schedule.tile_lists(kinds)
-            lists, masked = found.index, Masked(True, False, True, True, clears)
+            lists, masked = found.index, Masked(Bounds(), None, Bounds(), True, clears)
             zero = jnp.zeros_like(found.end)
             steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32))
         else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
-            masked = Masked(True, True, True, parts > 1, clears)
+            masked = Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears)
             ranges, cost = schedule.ranges_of_kinds(kinds)
             steps = _steps_of_ranges(ranges)
     steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
@@ -215,6 +216,31 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
     table = np.stack(entry, axis=-1) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry], axis=-1)
     return jnp.asarray(table, jnp.int32), jnp.asarray(counts), masked, lists
+
+
+def _masked_steps(ranges: schedule.Ranges, parts: int, clears: bool) -> Masked:
+    """Of ranges known before tracing: a key tile from `full_begin` on starts where every row does, or later, and needs no lower bound."""
+    begin, full_begin, full_end, end = ranges
+    before, after = end - full_end, full_begin - begin
+    sides = (
+        Bounds(lo=bool((after == end - begin).any()), hi=True),
+        Bounds(lo=False),
+        Bounds(hi=bool((after > 0)[full_begin == full_end].any())),
+    )
+    if clears or parts > 1:  # rows past the end must see nothing; a part begins anywhere
+        sides = (Bounds(),) * 3
+    occurs = True, bool((before > 1).any()), bool((after > 0).any())
+    return Masked(*(side if some else None for side, some in zip(sides, occurs, strict=True)), parts > 1, clears)
+
+
+def _notes(problem: Problem, config: Config, operands: Operands, unseen: np.ndarray | Array) -> Array:
+    """`Inputs.notes`; unseen: `host.unseen_tiles`. Where V is cleared, bounds are what keeps rows past the end from seeing a key."""
+    unseen = jnp.asarray(unseen)[:, None]
+    if not problem.mask.has_labels:
+        return unseen * UNSEEN
+    kinds = kinds_of_rules(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (config.block_q, config.block_kv))
+    by_bounds, by_labels = (jnp.where(kind[:, 0] == schedule.FULL, 0, rule) for kind, rule in zip(kinds, (BOUNDS, LABELS), strict=True))
+    return unseen * (UNSEEN | BOUNDS) | by_bounds | by_labels
 
 
 def _each(function: Callable, tiles: Tile) -> Tile:
