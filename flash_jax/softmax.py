@@ -27,20 +27,26 @@ def last_axis_column(row: Array) -> Array:
     return row[..., None]
 
 
-def rescale(m: Array, s_max: Array) -> tuple[Array, Array, Array]:
+def rescale(m: Array, s_max: Array, unit: float = 1) -> tuple[Array, Array, Array]:
     """Take the maximum of a new tile in: `(m_new, pivot, alpha)`.
 
     `alpha = 2^(m - m_new)` multiplies the old `l` and `acc`. `pivot` is `m_new`, or 0 as long as the row has seen no key, so
-    that `2^(s - pivot)` is 0 there and never NaN.
+    that `2^(s - pivot)` is 0 there and never NaN. unit: `LOG2E` where scores are in natural units, in which no finite bias overflows.
     """
     m_new = jnp.maximum(m, s_max)
     pivot = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
-    return m_new, pivot, jnp.exp2(m - pivot)
+    return m_new, pivot, probs(m, pivot, lambda row: row, unit)
 
 
-def probs(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:
-    """Unnormalised probabilities `2^(s - pivot)`; 0 where `s` is -inf."""
-    return jnp.exp2(s - column(pivot))
+def probs(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column, unit: float = 1) -> Array:
+    """Unnormalised probabilities `2^(s - pivot)`; 0 where `s` is -inf. unit: see `rescale`."""
+    return jnp.exp2(log2_probs(s, pivot, column, unit))
+
+
+def log2_probs(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column, unit: float = 1) -> Array:
+    """The exponent of `probs`."""
+    x = s - column(pivot)
+    return x if unit == 1 else x * unit
 
 
 def finish(m: Array, l: Array, acc: Array, column: Callable[[Array], Array] = last_axis_column) -> tuple[Array, Array]:
@@ -66,9 +72,9 @@ def merge(a: State, b: State, column: Callable[[Array], Array] = last_axis_colum
     return State(m, a.l * alpha + b.l * beta, a.acc * column(alpha) + b.acc * column(beta))
 
 
-def lse_pivot(lse: Array) -> Array:
-    """The natural `lse` as base-2 pivot of the backward; +inf for an empty row, so that all its probabilities are 0."""
-    return jnp.where(lse == -jnp.inf, jnp.full_like(lse, jnp.inf), lse * LOG2E)
+def lse_pivot(lse: Array, unit: float = LOG2E) -> Array:
+    """The natural `lse` as pivot of the backward, by default in base 2; +inf for an empty row, so that all its probabilities are 0."""
+    return jnp.where(lse == -jnp.inf, jnp.full_like(lse, jnp.inf), lse if unit == 1 else lse * unit)
 
 
 def probs_from_lse(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column) -> Array:

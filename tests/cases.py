@@ -59,9 +59,9 @@ def _bias(*shape, hide=0.0):
 
 def _bias_of_padding(case, random):
     """Finite, but of rows and keys so low that log(l) is lost in their lse: what is alike there is weighed alike."""
-    bias = random.standard_normal((2, 1, 70, 70), np.float32)
+    bias = random.standard_normal((2, 1, case.q_len, case.kv_len), np.float32)
     bias[0, :, 5:12], bias[1, :, :, :20] = -1e30, -1e30
-    return {"bias": jnp.asarray(bias)}
+    return {"bias": jnp.asarray(bias).astype(case.dtype)}
 
 
 def _dense(*shape, visible=0.6):

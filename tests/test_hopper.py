@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from unittest import mock
 
 import jax
@@ -191,6 +192,23 @@ def test_steps_ask_for_the_bounds_that_may_hide_something(name):
             assert asked.hi or (hi[0, rows] >= 64 * kv_tile + 64).all()
 
 
+@pytest.mark.parametrize("name", ["packed", "scattered_labels"])
+def test_what_is_not_noted_hides_nothing(name):
+    request = api.prepare(**BY_NAME[name].build()[0])
+    problem, mask = request.problem, request.operands.mask
+    lo, hi = host.static_bounds(problem)
+    keys = np.arange(problem.kv_len)
+    by_bounds = (lo[..., None] <= keys) & (keys < hi[..., None])
+    alike = np.asarray(mask.q_labels)[..., None] == np.asarray(mask.kv_labels)[:, None]
+    noted = np.asarray(host.notes(problem, request.operands, 8, 8))
+    for bit, x in ((host.BOUNDS, by_bounds), (host.LABELS, alike)):
+        x = np.pad(x, [(0, 0), (0, -problem.q_len % 8), (0, 0)], constant_values=True)
+        x = np.pad(x, [(0, 0), (0, 0), (0, -problem.kv_len % 8)], constant_values=bit == host.LABELS)  # bounds hide keys past the end
+        hides = ~x.reshape(len(x), noted.shape[1], 8, noted.shape[2], 8).all((2, 4))
+        assert not (hides & (noted & bit == 0)).any()
+        assert (noted & bit == 0).any() or (name, bit) == ("scattered_labels", host.LABELS)
+
+
 FORWARD_ONLY = ["function_over_captured", "function_with_operands", "two_segmentations", "blocks", "blocks_by_head"]
 
 
@@ -305,16 +323,6 @@ def test_short_queries(name):
         assert_as_exact_as_unfused(part, np.asarray(x.astype(np.float32)), unfused[part], expected[part], dtype)
 
 
-@pytest.mark.parametrize("shared", [(2, 2), (1, 2), (2, 1), (1, 1)], ids=str)
-def test_labels_are_found_sorted_or_not(shared):
-    random = np.random.default_rng(1)
-    q_labels, kv_labels = (random.integers(0, 90, (batch, length), dtype=np.int32) for batch, length in zip(shared, (40, 70), strict=True))
-    got = host._found(jax.numpy.asarray(q_labels), jax.numpy.asarray(kv_labels))
-    np.testing.assert_array_equal(got, (kv_labels[:, :, None] == q_labels[:, None, :]).any(-1))
-    assert got.any()
-    assert not got.all()
-
-
 BEYOND_LIMITS = {
     "heads past a grid axis": ((3000, 64, 32, 64), 1),
     "more than 2^31 elements": ((8, 65536, 64, 128), 0),
@@ -418,8 +426,10 @@ def test_a_float64_bias_has_a_float64_gradient():
         config, _ = hopper.BACKEND.default_config(request.problem, H200)
         lse = jax.ShapeDtypeStruct((1, 130, 2), np.float32)
         run = lambda operands, out, lse: hopper.BACKEND.backward(request.problem, config, operands, out, lse, out, lse, ("bias",))
-        gradient = jax.jit(run).trace(request.operands, q, lse).lower(lowering_platforms=("cuda",)).out_info["bias"]
+        lowered = jax.jit(run).trace(request.operands, q, lse).lower(lowering_platforms=("cuda",))
+        gradient = lowered.out_info["bias"]
         assert (gradient.shape, gradient.dtype) == ((1, 2, 130, 130), np.float64)
+        assert not re.search(r"stablehlo\.(case|if|while)", lowered.as_text()), "the host would wait for the card"
 
 
 def test_declines_name_what_came():

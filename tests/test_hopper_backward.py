@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME
+from cases import BY_NAME, Case
 from hopper_interpret import gradients_one_by_one, interpreted
 from oracle import in_float64, reference_attention, unfused
 from tolerance import assert_as_exact_as_unfused
 
-from flash_jax import api
+from flash_jax import api, reference
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import backward, launch, turns
@@ -36,7 +36,7 @@ ORDERED = {"deterministic_backward": True}
 FAST = [
     ("causal", {}),
     ("both_lengths_causal", {"head_dim": 200}),
-    ("bias_of_padding", {}),
+    ("bias_of_padding", {}),  # a bias that is copied
     ("gqa", {"q_len": 150, "kv_len": 150} | ORDERED),
 ]
 SLOW = [
@@ -63,6 +63,8 @@ SLOW = [
     ("dropout", {"head_dim": 200}),
     ("scale_array", {}),
     ("bias_rows_gqa", {}),
+    ("bias_of_padding", {"bias_dtype": jnp.float32, "head_dim": 128, "q_len": 50}),
+    ("bias_of_padding", {"head_dim": 200}),
     ("bias_keys", {}),
     ("bias_full", {"head_dim": 128}),
     ("bias_shared_batch_hides", {"num_heads": 2, "num_kv_heads": 1}),
@@ -83,9 +85,13 @@ SLOW = [
     [pytest.param(*x, id=str(x)) for x in FAST] + [pytest.param(*x, marks=pytest.mark.slow, id=str(x)) for x in SLOW],
 )
 def test_gradients(name, sizes):
-    options = {n: sizes[n] for n in ORDERED.keys() & sizes.keys()}
-    case = dataclasses.replace(BY_NAME[name], **{"dtype": "bfloat16", **{n: x for n, x in sizes.items() if n not in options}})
+    sizes = dict(sizes)
+    options = {n: sizes.pop(n) for n in ORDERED if n in sizes}
+    bias_dtype = sizes.pop("bias_dtype", None)
+    case = dataclasses.replace(BY_NAME[name], **{"dtype": "bfloat16", **sizes})
     arguments, dout, dlse = case.build()
+    if bias_dtype is not None:
+        arguments["bias"] = arguments["bias"].astype(bias_dtype)
     arguments.pop("sinks", None)
     arguments |= options
     operands = api.prepare(**arguments).operands
@@ -123,22 +129,36 @@ def test_turns_number_the_blocks_that_visit_a_query_tile(source):
         assert table[0, 0, seen[0, 0, :, tile], tile].tolist() == list(range(seen[0, 0, :, tile].sum()))
 
 
-@pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
-def test_padding_of_nan_reaches_no_gradient(head_dim):
-    case = dataclasses.replace(BY_NAME["both_lengths_causal"], dtype="bfloat16", head_dim=head_dim)
+def labels_of_nothing(case):
+    """Packed rows with labels that only rows, only keys, or keys after all rows of that label have."""
     arguments, dout, dlse = case.build()
+    ids = np.asarray(arguments["q_segment_ids"])
+    q_ids, kv_ids = ids.copy(), ids.copy()
+    q_ids[0, 30:33], kv_ids[0, 40:44], kv_ids[1, 69] = 7, 8, ids[1, 0]
+    q_ids[1, 64:] = 9
+    return arguments | {"q_segment_ids": jnp.asarray(q_ids), "kv_segment_ids": jnp.asarray(kv_ids)}, dout, dlse
+
+
+POISONED = {"both_lengths_causal": Case.build, "packed": labels_of_nothing}
+
+
+@pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", POISONED)
+def test_what_stands_in_unseen_rows_and_keys_reaches_no_gradient(name, head_dim):
+    case = dataclasses.replace(BY_NAME[name], dtype="bfloat16", head_dim=head_dim)
+    arguments, dout, dlse = POISONED[name](case)
     clean = gradients(arguments, dout, dlse, ("query", "key", "value"))
-    q_len, kv_len = (np.asarray(arguments[n]) for n in ("query_seq_lengths", "key_value_seq_lengths"))
-    assert (q_len < case.q_len).any()
-    assert (kv_len < case.kv_len).any()
-    rows, keys = np.arange(case.q_len) >= q_len[:, None], np.arange(case.kv_len) >= kv_len[:, None]
+    request = api.prepare(**arguments)
+    visible = np.asarray(reference.visible_scores(request.problem, request.operands))[:, 0]
+    rows, keys = ~visible.any(2), ~visible.any(1)
+    assert rows.any()
+    assert keys.any()
     spoil = lambda x, where: jnp.where(where[..., None, None], jnp.nan, x)
     poisoned = arguments | {
         "query": spoil(arguments["query"], rows),
         "key": spoil(arguments["key"], keys),
         "value": spoil(arguments["value"], keys),
     }
-    request = api.prepare(**arguments)
     wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
     out, lse = reference_attention(**wide)
     operands = api.prepare(**poisoned).operands

@@ -9,14 +9,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from flash_jax import schedule, softmax
-from flash_jax.backends import xla
-from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import backward_bias, backward_fused, backward_roles, backward_rows, blocks, functions, turns
+from flash_jax.backends.hopper import (
+    backward_bias,
+    backward_fused,
+    backward_roles,
+    backward_rows,
+    backward_states,
+    blocks,
+    functions,
+    turns,
+)
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, is_copied
-from flash_jax.backends.hopper.host import ROW_TILE, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds
+from flash_jax.backends.hopper.host import ROW_TILE, notes, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds, unseen_tiles
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -38,6 +44,8 @@ class Rows(NamedTuple):
     delta: Array
     empty: Array
     dq: Array
+    lost: Array | None = None
+    log2_l: Array | None = None
 
 
 def declines(problem: Problem) -> str | None:
@@ -66,8 +74,8 @@ def backward(
     problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array, wanted: tuple[str, ...]
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
-    rows = _rows(problem, operands, out, lse, dout, dlse)  # with the functions as they came, for xla, which it may ask
     problem, operands = functions.hoist(problem, operands)
+    rows = _rows(problem, operands, out, lse, dout, dlse)
     gradients = {"bias": _dbias(problem, operands, rows, lse, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
@@ -134,26 +142,23 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Rows:
-    """Where lse has lost l, probabilities are those of a pivot of m, and 1 / l goes to the cotangents."""
     q_pad = schedule.num_tiles(problem.q_len, _ROWS) * _ROWS
     query, dout = (_wide(x, _padded_head_dim(problem)) for x in (operands.query, dout))
     out = _wide(out, schedule.num_tiles(problem.v_head_dim, backward_rows.COLUMNS) * backward_rows.COLUMNS)
     by_row = lambda x, fill: pad(x.transpose(0, 2, 1), {2: q_pad}, fill)
-    pivot, delta, dq = backward_rows.prepare(out, dout, by_row(lse, -jnp.inf), query.shape)
-    delta -= by_row(dlse, 0)
-    empty = lse.transpose(0, 2, 1) == -jnp.inf
-    if _may_have_empty_rows(problem) or problem.bias_shape is not None:
-        delta = jnp.where(pivot == jnp.inf, 0, delta)
-    if problem.bias_shape is not None:
-
-        def from_states(_, delta, dout):
-            m, l = xla.row_states(problem, xla.default_config(problem, Device("gpu", "")), operands)
-            pivot, weight = softmax.weights_from_states(m, l)
-            of_dout = pad(weight, {1: dout.shape[1]})[..., None]
-            return by_row(pivot, jnp.inf), delta * by_row(weight, 0), (dout * of_dout).astype(dout.dtype)
-
-        pivot, delta, dout = lax.cond(softmax.any_lost_l(lse), from_states, lambda *rows: rows, pivot, delta, dout)
-    return Rows(query, dout, pivot, delta, empty, dq)
+    has_bias = problem.bias_shape is not None
+    may_be_empty = has_bias or _may_have_empty_rows(problem)
+    unit = 1 if has_bias else softmax.LOG2E
+    pivot, delta, dq = backward_rows.prepare(out, dout, by_row(lse, -jnp.inf), query.shape, unit, may_be_empty)
+    delta -= by_row(jnp.where(lse == -jnp.inf, 0, dlse) if may_be_empty else dlse, 0)
+    rows = Rows(query, dout, pivot, delta, lse.transpose(0, 2, 1) == -jnp.inf, dq)
+    if has_bias:
+        rows = rows._replace(lost=softmax.any_lost_l(lse).astype(jnp.int32)[None])
+        tile = _tile(problem)
+        inputs = _inputs(problem, operands, rows, *tile)._replace(pivot=pivot)
+        pivot, log2_l = backward_states.pivot_and_log2_l(problem, inputs, *tile)
+        rows = rows._replace(pivot=pivot, log2_l=log2_l)
+    return rows
 
 
 def _wide(x: Array, columns: int) -> Array:
@@ -172,6 +177,8 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
         dout=rows.dout,
         pivot=rows.pivot[:, :, :q_pad],
         delta=rows.delta[:, :, :q_pad],
+        lost=rows.lost,
+        log2_l=None if rows.log2_l is None else rows.log2_l[:, :, :q_pad],
         scale=operands.scale,
         bias=_bias(operands.bias, q_pad, kv_pad),
         row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
@@ -183,20 +190,14 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
     xp = schedule.numpy_or_jax(q_hi)
     q_hi = xp.where(q_hi >= problem.q_len, np.int32(q_pad), q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
-    tiles_with = lambda x, block: jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
     if _may_have_empty_rows(problem):
-        inputs = inputs._replace(empty_tiles=tiles_with(pad(rows.empty, {2: q_pad}), block_q))
-    seen = seen_keys(problem, operands)
-    if seen is not None:
-        unseen = tiles_with(pad(~seen, {1: kv_pad}), block_kv)
-        inputs = inputs._replace(seen=pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
+        inputs = inputs._replace(empty_tiles=_tiles_with(pad(rows.empty, {2: q_pad}), block_q))
+    inputs = inputs._replace(**_seen(problem, operands, block_kv))
     if problem.mask.is_interval:
         ranges = schedule.interval_ranges(q_lo, q_hi, block_kv, block_q)
         return inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
-    lists, kinds = _lists(problem, operands, block_q, block_kv)
+    inputs = inputs._replace(**_visits(problem, operands, block_q, block_kv))
     return inputs._replace(
-        lists=lists,
-        kinds=kinds,
         functions=tuple(
             functions.as_words(function, arrays, {"query": q_pad, "key": kv_pad})
             for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
@@ -207,6 +208,7 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
             for n, sizes in enumerate(problem.mask.block_sizes)
             if sizes[0] % block_q or sizes[1] % block_kv
         },
+        notes=notes(problem, operands, block_q, block_kv).swapaxes(-1, -2) if problem.mask.has_labels else None,
         q_labels=None if mask.q_labels is None else pad(mask.q_labels, {1: q_pad})[:, None],
         kv_labels=None if mask.kv_labels is None else pad(mask.kv_labels, {1: kv_pad}),
         dense=tuple(_elements(x.astype(jnp.int32), q_pad, kv_pad) for x in mask.dense),
@@ -225,10 +227,29 @@ def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
     return pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
 
 
-def _lists(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> tuple[Array, Array | None]:
-    """`Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
-    kinds = tile_kinds(problem, operands, block_q, block_kv)
-    kinds, by_head = kinds.swapaxes(-1, -2), None
+def _seen(problem: Problem, operands: Operands, block_kv: int) -> dict[str, Array]:
+    """`Inputs.seen` and `Inputs.unseen_tiles`."""
+    if problem.mask.has_labels:
+        return {"unseen_tiles": jnp.asarray(unseen_tiles(problem, operands, block_kv))}
+    seen = seen_keys(problem, operands)
+    if seen is None:
+        return {}
+    kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
+    return {"seen": pad(seen.astype(jnp.int32), {1: kv_pad}), "unseen_tiles": _tiles_with(pad(~seen, {1: kv_pad}), block_kv)}
+
+
+def _tiles_with(x: Array, block: int) -> Array:
+    """int32 `[..., tiles]`: nonzero where one of x `[..., tiles * block]` is true."""
+    return jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
+
+
+def _visits(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> dict[str, Array | None]:
+    """`Inputs.ranges`, or `Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
+    kinds, mask = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2), problem.mask
+    if not (mask.num_dense or mask.block_sizes or mask.functions):  # labels, as in the forward
+        ranges, _ = schedule.ranges_of_kinds(kinds[:, 0])
+        return {"ranges": jnp.stack(ranges, axis=-1)}
+    by_head = None
     if problem.deterministic_backward:  # in one order, full or not, so that turns come as they are waited for
         kinds = jnp.minimum(kinds, schedule.PARTIAL)
     if kinds.shape[1] > 1 and problem.group > 1:
@@ -237,4 +258,4 @@ def _lists(problem: Problem, operands: Operands, block_q: int, block_kv: int) ->
         low, high = grouped.min(2), grouped.max(2)
         kinds = jnp.where(low == high, low, schedule.PARTIAL)
     lists = schedule.tile_lists(kinds)
-    return jnp.concatenate([lists.full_end[..., None], lists.end[..., None], lists.index], axis=-1), by_head
+    return {"lists": jnp.concatenate([lists.full_end[..., None], lists.end[..., None], lists.index], axis=-1), "kinds": by_head}

@@ -168,7 +168,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
                 @pl.when(tile_math.has_unseen_keys())
                 def _():
-                    tile_math.keep_keys(k_s.at[0, mine], v_s.at[0, mine])
+                    tile_math.keep_keys(walk, k_s.at[0, mine], v_s.at[0, mine])
                     meet(both_bar)
 
             walk.for_each(functools.partial(step, dk_acc, dv_acc))

@@ -115,7 +115,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
                 @pl.when(tile_math.has_unseen_keys())
                 def _():
-                    tile_math.keep_keys(matrix.at[0])
+                    tile_math.keep_keys(walk, matrix.at[0])
                     meet(both_bar)
 
         def clean_queries(i, matrix):

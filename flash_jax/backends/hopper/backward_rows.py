@@ -16,11 +16,14 @@ from flash_jax.softmax import lse_pivot
 COLUMNS, _ZERO_COLUMNS = 64, 32  # of out and dout that are in registers at once, of the zeros that are copied at once
 
 
-def prepare(out: jax.Array, dout: jax.Array, lse: jax.Array, dq_shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def prepare(
+    out: jax.Array, dout: jax.Array, lse: jax.Array, dq_shape: tuple[int, ...], unit: float, may_be_empty: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`(pivot, delta, dq)`: float32 like lse, like lse and of `dq_shape`, `[batch, q_len, num_heads, head_dim]`.
 
     out, dout: `[batch, q_len, num_heads, columns]`; of dout, only the columns that out has. lse: `[batch, num_heads, q_pad]`, q_pad a
-    multiple of 64. columns: a multiple of `COLUMNS`.
+    multiple of 64. columns: a multiple of `COLUMNS`. unit: of the pivot, see `softmax.lse_pivot`. may_be_empty: whether a row may have
+    lse -inf, and out and dout that mean nothing: its delta is 0.
     """
     columns, head_dim = out.shape[-1], dq_shape[-1]
     batch, num_heads, num_tiles = lse.shape[0], lse.shape[1], lse.shape[2] // WARPGROUP_ROWS
@@ -36,13 +39,14 @@ def prepare(out: jax.Array, dout: jax.Array, lse: jax.Array, dq_shape: tuple[int
         for start in range(0, head_dim, _ZERO_COLUMNS):
             plgpu.copy_smem_to_gmem(zeros_s, dq_g.at[b, rows, head, pl.ds(start, _ZERO_COLUMNS)])
         lse = plgpu.load(lse_g.at[b, head, rows], layout=KEYS, optimized=False)
-        store(pivot_g.at[b, head, rows], lse_pivot(lse))
+        store(pivot_g.at[b, head, rows], lse_pivot(lse, unit))
         plgpu.barrier_wait(bar)
         total = jnp.float32(0)
         for start in range(0, columns, COLUMNS):
             x, y = (plgpu.load(ref.at[:, pl.ds(start, COLUMNS)], layout=WGMMA).astype(jnp.float32) for ref in (out_s, dout_s))
             total += x * y
-        store(delta_g.at[b, head, rows], plgpu.layout_cast(total.sum(axis=1), KEYS))
+        delta = plgpu.layout_cast(total.sum(axis=1), KEYS)
+        store(delta_g.at[b, head, rows], jnp.where(lse == -jnp.inf, 0.0, delta) if may_be_empty else delta)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     tile = swizzled((WARPGROUP_ROWS, columns), out.dtype)

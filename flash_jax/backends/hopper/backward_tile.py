@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout
 from flash_jax.backends.hopper import blocks, functions, pipeline
+from flash_jax.backends.hopper.host import BOUNDS, LABELS
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.logits import dscores, logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
-from flash_jax.softmax import dlogits, probs_from_lse
+from flash_jax.softmax import LOG2E, dlogits, log2_probs
 
 WARPGROUPS = 2
 KEYS, QUERIES = pipeline.ROWS, pipeline.COLUMNS
@@ -30,13 +31,15 @@ class Inputs(NamedTuple):
     """Operands of a kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
 
     query, dout, key, value: `[batch, len, heads, head_dim]`, head_dim padded; lengths as they are.
-    pivot, delta: float32 `[batch, num_heads, q_pad]`: base-2 lse, +inf for an empty row; `sum(out * dout) - dlse`.
+    pivot, delta: float32 `[batch, num_heads, q_pad]`: lse, base 2 or with a bias natural, +inf for an empty row; `sum(out * dout) - dlse`.
+    lost: int32 `[1]`, with a bias: nonzero where an lse has lost log(l); pivot is m then, and log2_l, float32 like it, log2(l).
     scale: float32 `[1 | batch]`.
     ranges: int32 `[1 | batch, num_kv_tiles, 4]`: `schedule.Ranges` of q tiles.
+    notes: int32 `[1 | batch, num_kv_tiles, num_q_tiles]`, with labels: which of bounds and labels may hide scores, see `host.notes`.
     lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
     kinds: int32 `[1 | batch, num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where heads of a group differ.
-    seen, unseen_tiles: int32 `[1 | batch, kv_pad]`, `[1 | batch, num_kv_tiles]`: nonzero where a query sees the key, where a tile has
-      a key that none sees; None where every key is seen.
+    unseen_tiles: int32 `[1 | batch, num_kv_tiles]`, 0 where a query sees each key of the tile; None where that is so in every tile.
+    seen: int32 `[1 | batch, kv_pad]`, nonzero where a query sees the key; None where there are labels, by which a block finds out itself.
     empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
     q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
     q_labels, kv_labels: int32 `[1 | batch, 1, q_pad]`, `[1 | batch, kv_pad]`.
@@ -54,8 +57,11 @@ class Inputs(NamedTuple):
     dout: Any
     pivot: Any
     delta: Any
+    lost: Any = None
+    log2_l: Any = None
     scale: Any = None
     ranges: Any = None
+    notes: Any = None
     lists: Any = None
     kinds: Any = None
     seen: Any = None
@@ -215,10 +221,22 @@ class ScoreTile:
         unseen = self.refs.unseen_tiles
         return unseen[shared(unseen, 0, self.b), self.kv_tile] != 0
 
-    def keep_keys(self, *refs) -> None:
-        """Zero the rows of K, V `[64, head_dim]` that no query sees."""
+    def keep_keys(self, walk: Walk, *refs) -> None:
+        """Zero the rows of K, V `[64, head_dim]` that no query of the walk sees."""
+        seen = self._seen(walk) if self.refs.seen is None else self._keys(self.refs.seen) != 0
         for ref in refs:
-            keep_rows(ref, self._keys(self.refs.seen) != 0)
+            keep_rows(ref, seen)
+
+    def _seen(self, walk: Walk):
+        """Booleans `[64]`, by the mask of every step and by rows that are not empty."""
+
+        def step(i, best):
+            head, tile = walk(i)
+            pivot = self._load(self.refs.pivot.at[self.b, head, pl.ds(tile * self.block_q, self.block_q)], QUERIES)
+            return jnp.maximum(best, self._visible(self.beside_queries(-pivot), self.labels(tile), head, tile))
+
+        nothing = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS, self.block_q), -jnp.inf, jnp.float32), WGMMA)
+        return lax.fori_loop(0, walk.steps, step, nothing).max(axis=1) > -jnp.inf
 
     def has_empty_rows(self, head, tile):
         return self.refs.empty_tiles[self.b, head, tile] != 0
@@ -240,7 +258,7 @@ class ScoreTile:
     def _key_ids(self):
         return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=KEYS) + self.key_start
 
-    def _beside_queries(self, row):
+    def beside_queries(self, row):
         return lax.broadcast_in_dim(row, (WARPGROUP_ROWS, self.block_q), [1])
 
     def _beside_keys(self, row):
@@ -248,7 +266,7 @@ class ScoreTile:
 
     def queries(self, ref):
         """One value a query, in shared or global memory, beside the tile."""
-        return self._beside_queries(self._load(ref, QUERIES))
+        return self.beside_queries(self._load(ref, QUERIES))
 
     def _elements(self, ref, head, q_start):
         """A tile of `[1 | batch, 1 | heads, 1 | kv_pad, 1 | q_pad]` in global memory."""
@@ -276,17 +294,26 @@ class ScoreTile:
     def weights(self, qk, pivot, q_labels, head, tile, partial, bias=None):
         """`(p, weight)`: probabilities, and the same times the derivative of the soft cap.
 
-        pivot, q_labels: references to the base-2 lse and the labels of the tile's queries. partial: whether the tile needs a mask, a
+        pivot, q_labels: references to the pivots and the labels of the tile's queries. partial: whether the tile needs a mask, a
         boolean known now or not.
         """
-        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2)
+        s, tanh = self.masked_logits(qk, q_labels, head, tile, partial, bias)
+        exponent = log2_probs(s, pivot, self.queries, unit=1 if bias is None else LOG2E)
+        if bias is not None:
+            log2_l = self.refs.log2_l.at[self.b, head, pl.ds(tile * self.block_q, self.block_q)]
+            exponent = lax.cond(self.refs.lost[0] != 0, lambda x: x - self.queries(log2_l), lambda x: x, exponent)
+        p = jnp.exp2(exponent)
+        return p, dscores(p, tanh)
+
+    def masked_logits(self, qk, q_labels, head, tile, partial, bias):
+        """As `logits.logits`, in natural units with a bias; -inf where masked."""
+        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2, unit=LOG2E if bias is None else 1)
         visible = lambda s: self._visible(s, q_labels, head, tile)
         if isinstance(partial, jax.Array):
             s = lax.cond(partial, visible, lambda s: s, s)
         elif partial:
             s = visible(s)
-        p = probs_from_lse(s, pivot, self.queries)
-        return p, dscores(p, tanh)
+        return s, tanh
 
     def dscores(self, weight, dp, delta):
         """Cotangent of `scale * q . k`; delta: reference."""
@@ -305,10 +332,14 @@ class ScoreTile:
 
     def _visible(self, s, q_labels, head, tile):
         start = tile * self.block_q
-        if self.q_lo is not None:
-            s = pipeline.keep_interval(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
+        in_interval = lambda s: pipeline.keep_interval(s, self.q_lo - start, None if self.q_hi is None else self.q_hi - start)
         if self.kv_labels is not None:
-            s = jnp.where(self.queries(q_labels) == self._beside_keys(self.kv_labels), s, -jnp.inf)
+            noted = self.refs.notes[shared(self.refs.notes, 0, self.b), self.kv_tile, tile]
+            alike = lambda s: jnp.where(self.queries(q_labels) == self._beside_keys(self.kv_labels), s, -jnp.inf)
+            s = lax.cond((noted & BOUNDS) != 0, in_interval, lambda s: s, s)
+            s = lax.cond((noted & LABELS) != 0, alike, lambda s: s, s)
+        elif self.q_lo is not None:
+            s = in_interval(s)
         if self.refs.kinds is not None:
             kind = self.refs.kinds.at[shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
             s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
@@ -338,7 +369,7 @@ class ScoreTile:
                 case _:
                     return ref[...]
 
-        q_ids = self._beside_queries(plgpu.broadcasted_iota(jnp.int32, (self.block_q,), 0, layout=QUERIES) + q_start)
+        q_ids = self.beside_queries(plgpu.broadcasted_iota(jnp.int32, (self.block_q,), 0, layout=QUERIES) + q_start)
         kv_ids = self._beside_keys(self._key_ids())
         batch = self.refs.batch_ids[shared(self.refs.batch_ids, 0, self.b)]
         operands = map(read, function.kinds, refs)
@@ -422,7 +453,7 @@ def call(body, problem: Problem, inputs: Inputs, block_kv: int, scratch: dict, d
         thread_name="wg",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         kernel_name=f"flash_attention_backward_d{inputs.query.shape[-1]}",
     )

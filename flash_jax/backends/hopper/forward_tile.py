@@ -10,13 +10,14 @@ from jax.experimental import pallas as pl
 
 from flash_jax import dropout, softmax
 from flash_jax.backends.hopper import blocks, functions, pipeline
+from flash_jax.backends.hopper.host import BOUNDS, LABELS
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared
 from flash_jax.logits import base_2, logits, tanh_by_exp2
 from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
-BOUNDS, LABELS, UNSEEN = 1, 2, 4  # bits of `Inputs.notes`
+UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from flash_jax.visibility import row_bounds
 
 Array = jax.Array
 
+BOUNDS, LABELS = 1, 2  # see `notes`
 ROW_TILE = 8  # the copy engine takes lengths that are multiples of this; the rest of a tile it fills with zeros, or leaves out
 
 
@@ -50,32 +51,20 @@ def _seen_by_bounds(problem: Problem, operands: Operands):
 
 
 def seen_keys(problem: Problem, operands: Operands) -> Array | None:
-    """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them."""
+    """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them.
+
+    Not for labels, which would have to be sorted: see `unseen_tiles`.
+    """
     mask, terms = operands.mask, []
     seen = _seen_by_bounds(problem, operands)
     if not isinstance(seen, np.ndarray) or not seen.all():
         terms.append(jnp.asarray(seen))
-    if mask.q_labels is not None:
-        terms.append(_found(mask.q_labels, mask.kv_labels))
     for dense in mask.dense:
         terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
     terms += [functions.seen_keys(problem, operands, n) for n in range(len(mask.functions))]
     for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
         terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
     return functools.reduce(jnp.logical_and, terms) if terms else None
-
-
-def _found(q_labels: Array, kv_labels: Array) -> Array:
-    """Booleans `[1 | batch, kv_len]`: whether a row has the key's label, in O(n log n)."""
-
-    def one(q_labels, kv_labels):
-        place = jnp.searchsorted(q_labels, kv_labels, method="scan_unrolled")
-        return q_labels[jnp.minimum(place, q_labels.size - 1)] == kv_labels
-
-    q_labels = jnp.sort(q_labels, axis=-1)
-    if q_labels.shape[0] == kv_labels.shape[0]:
-        return jax.vmap(one)(q_labels, kv_labels)
-    return jax.vmap(one, (0, None))(q_labels, kv_labels[0]) if kv_labels.shape[0] == 1 else jax.vmap(one, (None, 0))(q_labels[0], kv_labels)
 
 
 def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndarray | Array | None:
@@ -116,6 +105,16 @@ def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:
     return jax.vmap(one, [None if one_for_all else 0 for one_for_all in shared])(
         *(x[0] if one_for_all else x for x, one_for_all in zip(arrays, shared, strict=True))
     )
+
+
+def notes(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
+    """What labels are compared for, and rows with their bounds: int32 `[1 | batch, num_q_tiles, num_kv_tiles]`.
+
+    `BOUNDS` where row bounds may hide scores of the tile, `LABELS` where labels may, or both.
+    """
+    kinds = visibility.kinds_of_rules(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (block_q, block_kv))
+    by_bounds, by_labels = (jnp.where(kind[:, 0] == schedule.FULL, 0, bit) for kind, bit in zip(kinds, (BOUNDS, LABELS), strict=True))
+    return by_bounds | by_labels
 
 
 def tile_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:

@@ -9,13 +9,13 @@ import numpy as np
 from flash_jax import schedule, softmax
 from flash_jax.backends.base import Device
 from flash_jax.backends.hopper import blocks, forward, functions, packing, work
-from flash_jax.backends.hopper.forward_tile import BOUNDS, LABELS, UNSEEN, Bounds, Config, Inputs, Masked, Tile
-from flash_jax.backends.hopper.host import ROW_TILE, pad, static_bounds, tile_kinds, unseen_tiles
+from flash_jax.backends.hopper.forward_tile import UNSEEN, Bounds, Config, Inputs, Masked, Tile
+from flash_jax.backends.hopper.host import BOUNDS, ROW_TILE, notes, pad, static_bounds, tile_kinds, unseen_tiles
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import LOG2E
 from flash_jax.tuning.table import Key, lookup
-from flash_jax.visibility import kinds_of_rules, row_bounds
+from flash_jax.visibility import row_bounds
 
 Array = jax.Array
 
@@ -238,9 +238,7 @@ def _notes(problem: Problem, config: Config, operands: Operands, unseen: np.ndar
     unseen = jnp.asarray(unseen)[:, None]
     if not problem.mask.has_labels:
         return unseen * UNSEEN
-    kinds = kinds_of_rules(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (config.block_q, config.block_kv))
-    by_bounds, by_labels = (jnp.where(kind[:, 0] == schedule.FULL, 0, rule) for kind, rule in zip(kinds, (BOUNDS, LABELS), strict=True))
-    return unseen * (UNSEEN | BOUNDS) | by_bounds | by_labels
+    return unseen * (UNSEEN | BOUNDS) | notes(problem, operands, config.block_q, config.block_kv)
 
 
 def _each(function: Callable, tiles: Tile) -> Tile:
