@@ -233,6 +233,7 @@ def simulated(results: dict) -> str:
             other = min((best[*case, peer] for peer in TPU_PEERS if (*case, peer) in best), key=lambda row: row["kernel"], default={})
             ratio = lambda name, row=row, other=other: f"{row[name] / other[name]:.3f}" if row[name] and other.get(name) else ""
             sizes = [row["tiles"], cycles(row, "kernel"), cycles(row, "with_xla_ops"), row["mxu_percent"]]
+            sizes += [row["spills"], row.get("vmem_mib") or ""]
             name = f"{TPU_PEERS[other['who']]} {other['tiles']}" if other else ""
             lines.append([" ".join(case), *sizes, name, cycles(other, "kernel"), ratio("kernel"), ratio("with_xla_ops")])
     ratios = []
@@ -241,10 +242,12 @@ def simulated(results: dict) -> str:
             pair = [(g, best.get((g, mask, phase, "ours")), best.get((g, "full", phase, "ours"))) for g in TPU_BYTES]
             of = lambda count, phase=phase, pair=pair: [f"{by_score(*x, phase, count):.2f}" if x[1] and x[2] else "" for x in pair]
             ratios.append([f"{mask} {phase}", *of(of_steps), *of(of_tiles)])
-    heads = ["", "ours", "kernel", "with XLA's", "MXU %", "best of the others", "kernel", "ratio", "ratio with XLA's"]
+    heads = ["", "ours", "kernel", "with XLA's", "MXU %", "spills", "VMEM MiB", "best of the others", "kernel", "ratio", "ratio with XLA's"]
     return f"""{results["title"]} Command: `{results["command"]}`. A ratio
 below 1.000 is fewer cycles than the best of two or three tilings of each of jax's splash, jax's flash attention and tokamax's splash;
-differences under 5 % mean nothing. Tiles of ours: rows, keys, tiles a turn, pieces, rows of a band.
+differences under 5 % mean nothing. Tiles of ours: rows, keys, tiles a turn, pieces, rows of a band. `causal_64` and its like have that head
+dimension, `192_128` one for keys and one for values. XLA's operations are layouts, delta of a backward, splash's and tokamax's sum of the
+parts of the queries' gradient, and for packed rows our pass over keys and values.
 
 {table(heads, lines)}
 

@@ -1,4 +1,7 @@
-"""Attention kernels of others for TPUs, in the form in which `tpu_static.py` simulates them: schedules as arithmetic on the grid."""
+"""Attention kernels of others for TPUs, in the form in which `tpu_static.py` simulates them: schedules as arithmetic on the grid.
+
+A backward gets what ours gets, so delta, the sum of out * dout over a row, is among its operations.
+"""
 
 import functools
 import importlib.util
@@ -19,6 +22,12 @@ def arrays(mask, heads, heads_first):
     n = length(mask)
     x = jax.ShapeDtypeStruct((heads, n, HEAD_DIM) if heads_first else (1, n, heads, HEAD_DIM), jnp.bfloat16)
     return x, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+
+
+def delta(out, dout):
+    import jax.numpy as jnp
+
+    return (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
 
 
 def splash(heads):
@@ -53,20 +62,24 @@ def splash(heads):
         return run
 
     def cases(mask, blocks):
-        causal, (x, row) = mask == "causal", arrays(mask, heads, heads_first=True)
+        causal, (x, row) = mask != "full", arrays(mask, heads, heads_first=True)
         mask_info = info.MaskInfo(None, None, None, None, jnp.arange(length(mask), dtype=jnp.int32) if causal else None)
         function = (lambda q, k: q >= k) if causal else None
+
+        def labels():
+            of_row = jnp.arange(length(mask), dtype=jnp.int32) // DOCUMENT
+            return kernel.SegmentIds(of_row, of_row) if mask == "packed" else None
 
         def forward(q, k, v):
             sizes = kernel.BlockSizes(block_q=blocks[0], block_kv=blocks[1], block_kv_compute=blocks[2])
             return kernel._splash_attention_forward(
-                mask_info, q, k, v, None, None, block_sizes=sizes, residual_checkpoint_name=None, save_residuals=False,
+                mask_info, q, k, v, labels(), None, block_sizes=sizes, residual_checkpoint_name=None, save_residuals=False,
                 mask_function=function, **common,
             )  # fmt: skip
 
-        def backward(q, k, v, lse, do, di):
+        def backward(q, k, v, out, lse, do):
             return kernel._splash_attention_bwd_dkv(
-                q, k, v, None, None, lse, do, di, bq=blocks[0], bkv=blocks[1], bkv_compute=blocks[2], mask_info=mask_info,
+                q, k, v, labels(), None, lse, do, delta(out, do), bq=blocks[0], bkv=blocks[1], bkv_compute=blocks[2], mask_info=mask_info,
                 attn_logits_soft_cap=None, use_fused_bwd_kernel=True, q_layout=minor, k_layout=minor, v_layout=minor,
                 mask_function=function, interpret=False, **common,
             )  # fmt: skip
@@ -74,11 +87,11 @@ def splash(heads):
         name = "/".join(map(str, blocks))
         return {
             f"splash forward {mask} {name}": (patched(causal, blocks, forward), (x, x, x)),
-            f"splash backward {mask} {name}": (patched(causal, blocks, backward), (x, x, x, row, x, row)),
+            f"splash backward {mask} {name}": (patched(causal, blocks, backward), (x, x, x, x, row, x)),
         }
 
     blocks = ((1024, 1024, 512), (2048, 2048, 512), (1024, 1024, 1024))
-    return {name: case for mask in ("full", "causal") for b in blocks for name, case in cases(mask, b).items()}
+    return {name: case for mask in ("full", "causal", "packed") for b in blocks for name, case in cases(mask, b).items()}
 
 
 def flash(heads):
@@ -92,7 +105,8 @@ def flash(heads):
         def forward(q, k, v):
             return fa._flash_attention_impl(q, k, v, None, None, False, causal, scale, 1, *blocks, False)
 
-        def backward(q, k, v, l, m, do, di):
+        def backward(q, k, v, out, l, m, do):
+            di = delta(out, do)
             common = {"sm_scale": scale, "causal": causal, "mask_value": fa.DEFAULT_MASK_VALUE, "debug": False}
             sizes = {"block_q_major": blocks[0], "block_k_major": blocks[0], "block_k": blocks[2]}
             dq = fa._flash_attention_bwd_dq(q, k, v, None, None, l, m, do, di, **sizes, **common)
@@ -102,7 +116,7 @@ def flash(heads):
         name = "/".join(map(str, blocks))
         return {
             f"flash forward {mask} {name}": (forward, (x, x, x)),
-            f"flash backward {mask} {name}": (backward, (x, x, x, row, row, x, row)),
+            f"flash backward {mask} {name}": (backward, (x, x, x, x, row, row, x)),
         }
 
     blocks = (1024, 1024, 1024), (1024, 2048, 512)
@@ -202,7 +216,7 @@ def tokamax(heads):
             )
             return patched(refs, grid, run)
 
-        def backward(q, k, v, lse, do, di):
+        def backward(q, k, v, out, lse, do):
             refs = [None] * 7
             if causal:
                 column = divide(n, n * n)
@@ -210,8 +224,8 @@ def tokamax(heads):
                 kind = lambda t: jnp.where(column(t) > row(t), number(0), jnp.where(column(t) == row(t), number(1), number(2)))
                 refs[5] = _Computed(kind)
             run = lambda: kernel._splash_attention_bwd_dkv(
-                q, k, v, None, lse, do, di, bq=blocks[0], bkv=blocks[1], bkv_compute=blocks[2], is_mqa=False, mask_info=mask_info,
-                mask_value=base.DEFAULT_MASK_VALUE, mask_function=function, config=config, dkv_mask_sparsity=share,
+                q, k, v, None, lse, do, delta(out, do), bq=blocks[0], bkv=blocks[1], bkv_compute=blocks[2], is_mqa=False,
+                mask_info=mask_info, mask_value=base.DEFAULT_MASK_VALUE, mask_function=function, config=config, dkv_mask_sparsity=share,
             )  # fmt: skip
             return patched(refs, None, run)
 
@@ -219,7 +233,7 @@ def tokamax(heads):
         name = "/".join(map(str, blocks))
         return {
             f"tokamax forward {mask} {name}": (forward, (x, x, x)),
-            f"tokamax backward {mask} {name}": (backward, (x, x, x, row, x, row)),
+            f"tokamax backward {mask} {name}": (backward, (x, x, x, x, row, x)),
         }
 
     blocks = ((1024, 1024, 512), (2048, 2048, 512), (1024, 1024, 1024))

@@ -13,7 +13,8 @@ libtpu compiles each kernel ahead of time and simulates the program bundle by bu
 * v4 and 7x cycles are refused: the first aborts, the second has shown impossible values;
 * more MXU use than 100 % is refused; and a causal kernel must cost 0.9 to 1.4 times its share of tiles of the full one.
 
-The first load of keys and values is in the figures, because one head is simulated: with several heads it is hidden.
+The first load of keys and values is in the figures, because one head is simulated: with several heads it is hidden. VMEM is what
+libtpu reports of the kernel, its spills included.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 
-from tpu_peers import DOCUMENT, HEAD_DIM, SPARSE, WINDOW, arrays, flash, length, splash, tokamax
+from tpu_peers import DOCUMENT, HEAD_DIM, SPARSE, WINDOW, flash, length, splash, tokamax
 
 # topology, MACs a cycle and device (bfloat16), device kind
 GENERATIONS = {
@@ -46,7 +47,13 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 COMMAND = "python benchmarks/tpu_static.py --save FILE"
-MASKS = ("full", "causal", "window", "packed", *SPARSE)
+HEAD_DIMS = {"causal_64": (64, 64), "causal_80": (80, 80), "causal_96": (96, 96), "causal_256": (256, 256), "causal_192_128": (192, 128)}
+MASKS = ("full", "causal", "window", "packed", *SPARSE, *HEAD_DIMS)
+
+
+def head_dims(mask: str) -> tuple[int, int]:
+    """Of queries and keys, and of values."""
+    return HEAD_DIMS.get(mask, (HEAD_DIM, HEAD_DIM))
 
 
 def visible_scores(mask: str) -> float:
@@ -56,7 +63,7 @@ def visible_scores(mask: str) -> float:
     triangle = lambda n: n * (n + 1) / 2
     return {
         "full": n * n,
-        "causal": triangle(n),
+        **dict.fromkeys(("causal", *HEAD_DIMS), triangle(n)),
         "window": n * WINDOW - triangle(WINDOW - 1),
         "packed": n / DOCUMENT * triangle(DOCUMENT),
     }[mask]
@@ -103,7 +110,7 @@ def as_simulated(mask, function):
     def run(*args):
         loops, table, cond = visit.visit, kinds.kinds, jax.lax.cond
         jax.lax.cond = all_finite
-        if mask not in ("full", "causal", "window"):
+        if mask == "packed" or mask in SPARSE:
             kinds.kinds = lambda problem, tiles, operands: None
             visit.visit = lambda problem, tiles, ids, first_tile, _, work: loops(
                 problem, tiles, ids, first_tile, Kinds(mask, tiles, ids.i), work
@@ -118,6 +125,7 @@ def as_simulated(mask, function):
 
 def ours(generation, heads, tiles=None):
     """name -> (function, arguments)."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -129,11 +137,11 @@ def ours(generation, heads, tiles=None):
     device = Device("tpu", GENERATIONS[generation][2])
 
     def cases(mask, tiles):
-        n = length(mask)
-        rule = RowRule(n, left=WINDOW - 1 if mask == "window" else None, right=0 if mask in ("causal", "window", "packed") else None)
+        n, (head_dim, v_head_dim) = length(mask), head_dims(mask)
+        rule = RowRule(n, left=WINDOW - 1 if mask == "window" else None, right=None if mask == "full" or mask in SPARSE else 0)
         blocks = [None] * (mask in SPARSE)
         spec = MaskSpec(rule, has_labels=mask == "packed", block_sizes=((1024, 1024),) * len(blocks))
-        problem = Problem(1, n, n, heads, heads, HEAD_DIM, HEAD_DIM, np.dtype(jnp.bfloat16), spec, HEAD_DIM**-0.5)
+        problem = Problem(1, n, n, heads, heads, head_dim, v_head_dim, np.dtype(jnp.bfloat16), spec, head_dim**-0.5)
         config = tpu.default_config(problem, device)
         if tiles:
             tiles = tpu.Tiles(tiles[0], tiles[1], n, tiles[2], tiles[0] // tiles[3], tiles[4])
@@ -151,11 +159,12 @@ def ours(generation, heads, tiles=None):
             gradients = tpu.BACKEND.backward(problem, config, operands(q, k, v), out, lse, dout, lse, ("query", "key", "value"))
             return tuple(gradients.values())
 
-        x, row = arrays(mask, heads, heads_first=False)
+        q, v = (jax.ShapeDtypeStruct((1, n, heads, dim), jnp.bfloat16) for dim in head_dims(mask))
+        row = jax.ShapeDtypeStruct((1, n, heads), jnp.float32)
         chosen = lambda t: f"{t.block_q}/{t.block_kv}/{t.unroll}/{t.pieces}/{t.band}"
         return {
-            f"ours forward {mask} {chosen(config.forward)}": (as_simulated(mask, forward), (x, x, x)),
-            f"ours backward {mask} {chosen(config.backward)}": (as_simulated(mask, backward), (x, x, x, x, row, x)),
+            f"ours forward {mask} {chosen(config.forward)}": (as_simulated(mask, forward), (q, q, v)),
+            f"ours backward {mask} {chosen(config.backward)}": (as_simulated(mask, backward), (q, q, v, v, row, v)),
         }
 
     candidates = [None]
@@ -188,15 +197,19 @@ def simulate(name, generation, tiles, folder):
 
 
 def simulated(folder) -> dict:
-    """What libtpu wrote: `{kernel: cycles}` and spills."""
-    cycles, spills = {}, 0
+    """What libtpu wrote: `{operation: cycles}`, `{operation: bytes of VMEM}` and spills."""
+    cycles, vmem, spills = {}, {}, 0
     for path in glob.glob(f"{folder}/profile/*_static_llo_profile.textproto"):
         with open(path) as file:
             cycles |= {n: int(c) for n, c in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', file.read())}
     for path in glob.glob(f"{folder}/*final_bundles.txt"):
         with open(path, errors="replace") as file:
             spills += len(re.findall(r"= vst[^\n]*_spill", file.read()))
-    return {"cycles": cycles, "spills": spills}
+    for path in glob.glob(f"{folder}/*vmem_report.html"):
+        with open(path) as file:
+            report, _ = json.JSONDecoder().raw_decode(file.read().partition("const DATA =")[2])
+        vmem |= {n: operation["total_size"] for n, operation in report["hlo_breakdowns"].items()}
+    return {"cycles": cycles, "vmem": vmem, "spills": spills}
 
 
 def run(name, generation, tiles):
@@ -204,19 +217,23 @@ def run(name, generation, tiles):
 
     It may do so after the kernel, at an operation of XLA: then the kernel's cycles are there, and the sum is not known.
     """
+
+    def child(folder, *flags):
+        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": " ".join([f"--xla_jf_dump_to={folder}", *flags])}
+        command = [sys.executable, __file__, "--child", name, generation, folder] + ["--tiles"] * tiles
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+    text = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final"
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(f"{folder}/profile")
-        flags = [
-            f"--xla_jf_dump_to={folder}",
-            "--xla_jf_dump_llo_text=true",
-            "--xla_jf_dump_llo_pass_label_regex=final",
-            f"--xla_jf_dump_static_llo_profile_to={folder}/profile",
-        ]
-        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": " ".join(flags)}
-        command = [sys.executable, __file__, "--child", name, generation, folder] + ["--tiles"] * tiles
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        result = child(folder, *text, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
         found = simulated(folder) | {"whole": result.returncode == 0}
-        return found if found["cycles"] else {"error": result.stderr.strip().splitlines()[-1:]}
+        if not found["cycles"]:
+            return {"error": result.stderr.strip().splitlines()[-1:]}
+        if not found["whole"]:  # there is no report of VMEM before all is compiled
+            child(folder, *text)
+            found["vmem"] = simulated(folder)["vmem"]
+        return found
 
 
 def libtpu_version() -> str:
@@ -242,7 +259,7 @@ def main():
 
     title = f"Simulated cycles, one head of {HEAD_DIM} (v5p: two), bfloat16, length {length('full')}, block maps {length('half')}"
     title = f"{title}; {libtpu_version()}. No TPU was measured."
-    print(title, f"{'':50}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}", sep="\n", flush=True)
+    print(title, f"{'':50}{'kernel':>12}{'with XLA ops':>14}{'MXU %':>8}{'spills':>8}{'VMEM MiB':>10}", sep="\n", flush=True)
     rows, kept = [], saved(options.save, title)
     for generation in options.generations.split(","):
         if generation not in GENERATIONS:
@@ -280,16 +297,20 @@ def row_of(name, generation, tiles) -> dict:
     result = run(name, generation, tiles)
     if "error" in result:
         return row | result
-    cycles = result["cycles"]
-    kernel = sum(c for n, c in cycles.items() if re.search("flash|splash|forward", n))
+    cycles, is_kernel = result["cycles"], re.compile("flash|splash|forward").search
+    kernel = sum(c for n, c in cycles.items() if is_kernel(n))
     if not kernel:
         return row | {"error": f"no kernel among {sorted(cycles)}"}
-    work = {"forward": 2, "backward": 5}[phase] * visible_scores(mask) * HEAD_DIM * (2 if generation == "v5p" else 1)
+    of_keys, of_values = {"forward": (1, 1), "backward": (3, 2)}[phase]  # products a score
+    head_dim, v_head_dim = head_dims(mask)
+    work = (of_keys * head_dim + of_values * v_head_dim) * visible_scores(mask) * (2 if generation == "v5p" else 1)
     use = work / (kernel * GENERATIONS[generation][1])
     if use > 1:
         return row | {"error": f"impossible: {kernel} cycles would be {100 * use:.0f} % of what the MXU can do"}
     total = sum(cycles.values()) if result["whole"] else None
-    return row | {"kernel": kernel, "with_xla_ops": total, "mxu_percent": round(100 * use, 1), "spills": result["spills"]}
+    vmem = max((n for name, n in result["vmem"].items() if is_kernel(name)), default=None)
+    found = {"kernel": kernel, "with_xla_ops": total, "mxu_percent": round(100 * use, 1), "spills": result["spills"]}
+    return row | found | {"vmem_mib": vmem and round(vmem / 2**20, 1)}
 
 
 def line_of(row, rows) -> str:
@@ -304,8 +325,9 @@ def line_of(row, rows) -> str:
             and full == full | {n: row[n] for n in ("generation", "who", "phase")} | {"mask": "full"}
         ):
             share = 2 * row["kernel"] / full["kernel"]
-            note = "" if 0.8 <= share <= 1.4 else f"  suspicious: {share:.2f} of half of full"
-    return f"{name}{row['kernel']:12,}{row['with_xla_ops'] or 'unknown':>14}{row['mxu_percent']:8.1f}{row['spills']:8}{note}"
+            note = "" if 0.9 <= share <= 1.4 else f"  suspicious: {share:.2f} of half of full"
+    total, vmem = (row[n] or "unknown" for n in ("with_xla_ops", "vmem_mib"))
+    return f"{name}{row['kernel']:12,}{total:>14}{row['mxu_percent']:8.1f}{row['spills']:8}{vmem:>10}{note}"
 
 
 def best_of_each(rows) -> list[str]:

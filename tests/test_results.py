@@ -242,11 +242,29 @@ def test_simulated_cycles_are_called_so_and_counted_by_visited_score():
 def test_tpu_rows_stand_beside_the_best_of_the_others():
     results = json.loads((BENCHMARKS / "results" / "tpu_simulated.json").read_text())
     case = {"generation": "v5e", "phase": "forward", "mask": "full"}
-    row = case | {"tiles": "1/2/3", "with_xla_ops": 9, "mxu_percent": 50.0}
+    row = case | {"tiles": "1/2/3", "with_xla_ops": 9, "mxu_percent": 50.0, "spills": 3, "vmem_mib": 7.5}
     others = [r for r in results["rows"] if r != r | case]
     of = {"ours": 8, "splash": 12, "flash": 20, "tokamax": 10}
     text = module("pages").simulated(results | {"rows": others + [row | {"who": who, "kernel": n} for who, n in of.items()]})
-    assert "| v5e full forward | 1/2/3 | 8 | 9 | 50.0 | tokamax's splash 1/2/3 | 10 | 0.800 | 1.000 |" in text
+    assert "| v5e full forward | 1/2/3 | 8 | 9 | 50.0 | 3 | 7.5 | tokamax's splash 1/2/3 | 10 | 0.800 | 1.000 |" in text
+
+
+def test_a_simulation_that_cannot_be_is_refused(monkeypatch):
+    static = module("tpu_static")
+
+    def row(mask, cycles):
+        operations = {"flash_forward.1": cycles, "copy": 1000}
+        result = {"cycles": operations, "vmem": {"flash_forward.1": 2**23, "copy": 2**25}, "spills": 5, "whole": True}
+        monkeypatch.setattr(static, "run", lambda *_: result)
+        return static.row_of(f"ours forward {mask} 1/2", "v5e", False)
+
+    full = row("full", 400_000)  # two products of 8192 * 8192 * 128 at 65536 a cycle: 262144 cycles at least
+    names = ("kernel", "with_xla_ops", "mxu_percent", "spills", "vmem_mib")
+    assert [full[n] for n in names] == [400_000, 401_000, 65.5, 5, 8.0]
+    assert "impossible: 250000 cycles would be 105 %" in row("full", 250_000)["error"]
+    assert "suspicious: 0.75 of half of full" in static.line_of(row("causal", 150_000), [full])
+    assert "suspicious" not in static.line_of(row("causal", 210_000), [full])
+    assert set(static.GENERATIONS) == {"v5e", "v5p", "v6e"}
 
 
 def test_results_files_say_where_they_come_from():
