@@ -67,7 +67,7 @@ def benchmark(name: str, results: dict) -> str:
                 table(["row", "ms", "kernels, ms", "TFLOP/s", *(f"over {peer}" for peer in peers)], lines),
             ]
     refused = {(side, what["refused"]): None for record in rows for side, what in record["sides"].items() if "refused" in what}
-    text += ["", *(f"* {side} has rows without a time: {reason}" for side, reason in refused)]
+    text += ["", *(f"* {side} has rows without a time: `{reason}`" for side, reason in refused)]
     return "\n".join(text).rstrip() + "\n"
 
 

@@ -70,6 +70,6 @@ step tests run_tests
 [ -z "$aot" ] || FLASH_JAX_ACCELERATOR=aot step aot scripts/run pytest -m aot --aot
 if [ -z "$jax$slow" ]; then
   step wheel try_wheel
-  NO_MKDOCS_2_WARNING=1 step docs scripts/run mkdocs build --quiet --strict --site-dir "$scratch/site"
+  NO_MKDOCS_2_WARNING=1 step docs scripts/run mkdocs build --strict --site-dir "$scratch/site"
 fi
 printf '\n== green\n%stotal    %5d s\n' "$times" "$SECONDS"
