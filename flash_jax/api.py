@@ -21,6 +21,7 @@ from flash_jax.problem import (
     Operands,
     Problem,
     as_array,
+    check_flag,
     check_qkv,
     fold_batch,
     static_float,
@@ -110,7 +111,7 @@ def flash_attention(
       NotImplementedError: the implementation asked for cannot serve this call, and why. `"xla"` serves every call.
     """
     arguments = {name: x for name, x in locals().items() if name not in ("implementation", "return_residual")}
-    _check_flag("return_residual", return_residual)
+    check_flag("return_residual", return_residual)
     request = prepare(**arguments, wants_lse=return_residual or sinks is not None)
     device = dispatch.current_device(query, key, value)
     problem = request.problem
@@ -136,7 +137,7 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
     chosen, its tiles and why these, and for each other implementation the reason why it does not run. `print` it.
     """
     inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
-    _check_flag("return_residual", return_residual)
+    check_flag("return_residual", return_residual)
     static = {
         name: options.pop(name) for name in ("local_window_size", "logits_soft_cap", "dropout_rate", "block_sizes") if name in options
     }
@@ -172,7 +173,7 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
       Booleans of the given shape. O(q_len * kv_len) memory: for tests and for comparing with other code.
     """
     key, rate = dropout.check_key("key", key), dropout.check_rate("rate", rate)
-    _check_flag("broadcast_dropout", broadcast_dropout)
+    check_flag("broadcast_dropout", broadcast_dropout)
     sizes = tuple(static_int("shape", n) for n in shape) if isinstance(shape, Sequence) else ()
     if len(sizes) < 3 or min(sizes) < 0 or max(sizes) > masks.LONGEST:
         raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), each from 0 to 2**29, got {shape}.")
@@ -224,7 +225,7 @@ def prepare(
         ("broadcast_dropout", broadcast_dropout),
         ("deterministic_backward", deterministic_backward),
     ):
-        _check_flag(name, flag)
+        check_flag(name, flag)
     *batch, q_len, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, v_head_dim = value.shape[-3:]
     shape = masks.Shape(tuple(batch), num_heads, q_len, kv_len)
@@ -291,11 +292,6 @@ def _dropout_row_keys(key: Array, shape: masks.Shape, q_offset, broadcast_dropou
     q_ids = jnp.arange(shape.q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
     copies = (1, 1) if broadcast_dropout else (math.prod(shape.batch), shape.num_heads)
     return dropout.row_keys(key, *copies, q_ids)
-
-
-def _check_flag(name: str, flag) -> None:
-    if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, known before tracing, got {type(flag).__name__}.")
 
 
 _LARGEST_CAP = 1e30  # far above, scale / cap is no normal float32 number and the scores would become 0

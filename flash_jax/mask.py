@@ -119,6 +119,11 @@ class Mask:
     def __rand__(self, other) -> "Mask":
         return self & other
 
+    @property
+    def counts_positions(self) -> bool:
+        """Whether a rule reads `i + q_offset`."""
+        return any(isinstance(term, (_Causal, _Window, _Prefix, _Chunked)) for term in self.terms)
+
     @staticmethod
     def causal() -> "Mask":
         """Key `j` is visible iff `j <= i + q_offset` (top-left aligned, as in `jax.nn`)."""

@@ -150,6 +150,12 @@ def static_float(name: str, x) -> float:
         raise ValueError(f"{name} must be finite, got an integer of {int(x).bit_length()} bits.") from None
 
 
+def check_flag(name: str, flag) -> None:
+    """A yes or no that must be known before tracing."""
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, known before tracing, got {type(flag).__name__}.")
+
+
 def check_qkv(query: Array, key: Array, value: Array) -> None:
     """Rank, dtype and shape rules of the three inputs, `[*batch, len, heads, head_dim]`."""
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -66,6 +66,33 @@ def test_attention_fn_in_flax_decoding():
         assert_close(jnp.concatenate(outs, 1), unfused, apply(*cast((params, x), jnp.float64)))
 
 
+COUNTING = {
+    "is_causal": {"is_causal": True},
+    "local_window_size": {"local_window_size": (3, 0)},
+    "mask": {"mask": Mask.prefix(3) & Mask.chunked(4)},
+    "is_causal and local_window_size": {"is_causal": True, "local_window_size": 2},
+}
+
+
+@pytest.mark.parametrize("names", COUNTING)
+def test_a_rule_that_counts_positions_needs_to_know_where_a_cache_stands(names):
+    q, k, v = (normal(n, 1, length, 1, 8) for n, length in enumerate((1, 6, 6)))
+    attend = functools.partial(attention_fn, **COUNTING[names])
+    with pytest.raises(ValueError, match=f"q_offset must be given when {names} counts positions .* got none with 1 and 6: .*GroupedQuery"):
+        attend(q, k, v)
+    assert bool((attend(q, k, v, q_offset=4) == flash_attention(q, k, v, **COUNTING[names], q_offset=4)).all())
+    assert attend(k, k, v).shape == k.shape  # as many queries as keys: both begin at 0
+    assert attention_fn(q, k, v, mask=Mask.lengths(key=jnp.array([3]))).shape == q.shape
+
+
+@pytest.mark.parametrize("names", ["is_causal", "local_window_size"])
+def test_attention_fn_refuses_to_count_positions_in_flax_decoding(names):
+    decoder = nn.MultiHeadDotProductAttention(2, attention_fn=functools.partial(attention_fn, **COUNTING[names]), decode=True)
+    variables = decoder.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=f"q_offset must be given when {names} counts positions .* got none with 1 and 4"):
+        decoder.apply(variables, X[:, :1], mutable=["cache"])
+
+
 def dense_attention(q, k, v, kept, rate):
     p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1]))
     return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(kept, p / (1 - rate), 0), v)

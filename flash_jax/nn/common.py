@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flash_jax.api import flash_attention
 from flash_jax.dropout import check_rate
 from flash_jax.mask import Mask
-from flash_jax.problem import as_integers, static_float
+from flash_jax.problem import as_integers, check_flag, static_float
 from flash_jax.promotion import promoting
 
 Array = jax.Array
@@ -43,6 +43,9 @@ def attention_fn(
     >>> flax.nnx.MultiHeadAttention(8, 512, attention_fn=flash_jax.nn.nnx.attention_fn, rngs=rngs)
     >>> functools.partial(attention_fn, local_window_size=(1023, 0))  # options of flash_attention
 
+    Over a cache a row's number is not its position, which Flax does not pass: with q_len != kv_len a rule that counts positions needs
+    `q_offset`. Decoding without such a rule needs none.
+
     Unlike Flax's own function a query that sees no key gives 0, and dropout draws from `flash_jax.dropout_mask`'s bits.
 
     Args:
@@ -71,7 +74,7 @@ def attention_fn(
 
     Raises:
       NotImplementedError: an argument that must be None is not.
-      ValueError, TypeError: as `flash_attention`.
+      ValueError, TypeError: as `flash_attention`; and a rule that counts positions without `q_offset`, as above.
     """
     del force_fp32_for_softmax
     if module is not None:
@@ -86,6 +89,19 @@ def attention_fn(
         raise NotImplementedError(
             "input_positions must be None: attention_fn applies no rotary embedding. "
             "Use GroupedQueryAttention(rope_theta=...) of flash_jax.nn and its positions."
+        )
+    check_flag("is_causal", is_causal)
+    counting = {
+        "is_causal": is_causal,
+        "mask": isinstance(mask, Mask) and mask.counts_positions,
+        "local_window_size": options.get("local_window_size") is not None,
+    }
+    q_len, kv_len = query.shape[-3], key.shape[-3]
+    if q_len != kv_len and any(counting.values()) and options.get("q_offset") is None:
+        raise ValueError(
+            f"q_offset must be given when {' and '.join(name for name, counts in counting.items() if counts)} counts positions and q_len "
+            f"differs from kv_len, got none with {q_len} and {kv_len}: over a cache query 0 does not stand at key 0. Pass q_offset (0 if "
+            "it does), or use GroupedQueryAttention of flash_jax.nn, whose cache knows its place."
         )
     return call(
         flash_attention,
