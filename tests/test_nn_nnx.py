@@ -59,7 +59,7 @@ def test_attention_fn_in_flax_decoding():
 def test_attention_fn_refuses_a_window_in_flax_decoding():
     decoder = flax_module(attention_fn=functools.partial(attention_fn, local_window_size=(3, 0)))
     decoder.init_cache((1, 4, FEATURES))
-    with pytest.raises(ValueError, match="q_offset must be given when local_window_size counts positions .* got none with 1 and 4"):
+    with pytest.raises(ValueError, match=r"q_offset must be given when local_window_size counts positions .* got none with 1 and 4"):
         decoder(jnp.ones((1, 1, FEATURES)), decode=True)
 
 
