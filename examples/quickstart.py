@@ -53,11 +53,10 @@ print(explain(query, key, value, is_causal=True))
 print("\nMore than jax.nn has, in any combination and with gradients:")
 attend = functools.partial(flash_attention, *(x[:, :256] for x in (query, key, value)), is_causal=True)
 for options in (
-    {"local_window_size": (127, 0)},
     {"logits_soft_cap": 30.0},
     {"sinks": jnp.zeros(8)},
     {"dropout_rate": 0.1, "dropout_key": jax.random.key(9)},
-    {"return_residual": True},
+    {"q_segment_ids": jnp.arange(256) // 100, "kv_segment_ids": jnp.arange(256) // 100},
 ):
     out = attend(**options)
     shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(out))

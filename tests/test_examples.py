@@ -1,12 +1,14 @@
 """Every example in its short form, as a user would start it; what they print and write is checked, not only that they end."""
 
 import importlib.util
+import inspect
 import json
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -80,6 +82,13 @@ def test_agrees(name, tmp_path):
         difference = float(difference.split()[-1])
         assert 0 <= difference <= 64 * np.finfo(np.float32).eps * float(largest)
     assert not list(tmp_path.iterdir())
+
+
+def test_quickstart_shows_what_jax_nn_has_not(tmp_path):
+    shown = re.findall(r"^  flash_attention\(\.\.\., (.*)\) -> float32\[", run("quickstart", cwd=tmp_path), re.MULTILINE)
+    assert len(shown) == 4
+    names = {name for options in shown for name in options.split(", ")}
+    assert not names & set(inspect.signature(jax.nn.dot_product_attention).parameters)
 
 
 def test_linen_transformer(tmp_path):
