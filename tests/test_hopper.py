@@ -254,6 +254,22 @@ def test_a_function_is_evaluated_on_a_tile():
     np.testing.assert_array_equal(got, visible(0, 1, row, key, np.float32(0.5)))
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_equal_keys_weigh_alike_where_logits_are_beyond_1e9(dtype):
+    """In every tile of keys, at head_dim 256. Products are exact in float32, in whatever order they are added."""
+    query = np.full((1, 64, 1, 256), 2.0**15) * (1 + np.arange(64) % 8 / 8)[:, None, None]
+    key = np.full((1, 150, 1, 256), 2.0**14)
+    arrays = [np.asarray(x, dtype) for x in (query, key, np.random.default_rng(0).standard_normal((1, 150, 1, 256)))]
+    request = api.prepare(*arrays)
+    config = Config(1, 32, v_swizzle=64)
+    with interpreted():
+        out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, config, request.operands))()
+    np.testing.assert_allclose(lse, (query * key[:, :1]).sum(-1) / 16 + np.log(150), rtol=1e-6)
+    mean = arrays[2].astype(np.float64).mean(1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(out, np.float64), np.broadcast_to(mean, out.shape), atol=2e-3)
+
+
 def bias_with_extremes(dtype):
     """A row whose logits are all the lowest finite number, which weighs its keys alike, and one that sees nothing."""
 

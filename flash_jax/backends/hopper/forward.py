@@ -79,7 +79,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
     assert clears or not has_labels
     assert config.separate_out or (head_dim == v_head_dim and parts == 1)
     leaves, tree = jax.tree.flatten(inputs)
-    num_multiprocessors = inputs.table.shape[0]
+    num_multiprocessors = inputs.table.shape[1]
 
     def body(
         *refs,
@@ -108,7 +108,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
         def for_each_tile(do, carry):
             def one(n, carry):
-                return do(n, Tile(*(g.table[multiprocessor, n, field] for field in range(len(Tile._fields)))), carry)
+                return do(n, Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields)))), carry)
 
             return lax.fori_loop(0, g.counts[multiprocessor], one, carry)
 
@@ -170,7 +170,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             def one_tile(n, tile, count):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
-                rows = Rows(problem, config, g, tile, q_start)
+                rows = Rows(problem, config, g, tile, q_start, is_exact=v_head_dim == 256)
 
                 def attend(acc_ref):
                     def second_product(p16, slot):

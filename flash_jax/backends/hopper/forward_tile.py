@@ -17,6 +17,7 @@ from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
+_LARGE = 2.0**28  # in base-2 units, below which half the last bit is at most 8
 UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
 
@@ -52,7 +53,7 @@ class Inputs(NamedTuple):
     """Operands of the kernel, a feature that is absent being None. `q_pad`, `kv_pad`: lengths padded to whole tiles.
 
     query, key, value: `[batch, len, heads, head_dim]`, head_dim padded to the kernel's.
-    table: int32 `[multiprocessors, longest, 9]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
+    table: int32 `[9, multiprocessors, longest]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
     scale: float32 `[1 | batch]`.
     lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
     notes: int32 `[1 | batch, 1 | num_q_tiles, num_kv_tiles]`, the sum of what holds of a masked tile: `UNSEEN`, that it may have keys which
@@ -133,7 +134,7 @@ class Masked(NamedTuple):
 class Rows:
     """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
 
-    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start):
+    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start, is_exact: bool):
         self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
         rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
         self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
@@ -143,6 +144,8 @@ class Rows:
             self.row_keys = self._load(ref, ROWS)
         raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale > 0
         self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
+        # Weights of any logits, and at head_dim 256 faster, elsewhere slower (measured: docs/dev/experiments.md).
+        self.is_exact = raw and is_exact
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
 
     def _rows(self):
@@ -249,13 +252,22 @@ class Rows:
         return s
 
     def softmax(self, s, state, masked: bool):
-        """One online step: `(p, state, alpha)`; state is (m in the units of s, l as partial sums), None before the first."""
+        """One online step: `(p, state, alpha)`; state is (m, l as partial sums), None before the first.
+
+        m: in the units of s. Where `is_exact`, in base-2 units, the very number that is subtracted. With the scale folded into the
+        exponential an exponent is off by half the last bit of m: then as much in all of a row, and `keep_largest` mends what is too much.
+        """
         s_max = s.max(axis=1)
+        s_max = s_max * self.factor if self.is_exact else s_max
         m = s_max if state is None else jnp.maximum(state[0], s_max)
         guarded = masked or self.g.bias is not None
         pivot = jnp.where(m == -jnp.inf, 0.0, m) if guarded else m
-        p = jnp.exp2(self._exponent(s, pivot, self.column))
-        alpha = None if state is None else jnp.exp2(self._exponent(state[0], pivot, lambda row: row))
+        if self.is_exact:
+            p = jnp.exp2(pipeline.keep_largest(s * self.factor - self.column(pivot), pivot, _LARGE))
+            alpha = None if state is None else jnp.exp2(state[0] - pivot)
+        else:
+            p = jnp.exp2(self._exponent(s, pivot, self.column))
+            alpha = None if state is None else jnp.exp2(self._exponent(state[0], pivot, lambda row: row))
         parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
         l = sum(parts[1:], parts[0])
         if state is not None:
@@ -273,7 +285,7 @@ class Rows:
         m, l = state
         if self.g.bias is not None:
             m = base_2(m)
-        elif self.factor is not None:
+        elif self.factor is not None and not self.is_exact:
             m = m * self.factor
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
 

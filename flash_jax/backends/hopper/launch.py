@@ -214,7 +214,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
         b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
-    table = np.stack(entry, axis=-1) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry], axis=-1)
+    table = np.stack(entry) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry])
     return jnp.asarray(table, jnp.int32), jnp.asarray(counts), masked, lists
 
 

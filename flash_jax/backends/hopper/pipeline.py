@@ -7,7 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, llvm, scf, vector
+from jax._src.lib.mlir.dialects import math as math_dialect
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -71,6 +72,43 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
         return fragmented_array.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
 
     return select(x, *(bound for bound, _ in bounds))
+
+
+def keep_largest(x: jax.Array, m: jax.Array, limit: float) -> jax.Array:
+    """x `[64, n]`, differences from m `[64]` that are off by half the last bit of m: where |m| > limit, 0 if no more than that, else -inf.
+
+    In a branch, which threads without such rows do not take.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ROWS), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
+    def keep(_, x, m):
+        f32 = ir.F32Type.get()
+        number = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, value))
+        at = lambda n: ir.DenseI64ArrayAttr.get([n])
+        element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=at(n)) if isinstance(v.type, ir.VectorType) else v
+        rows = [element(r, 0) for r in m.registers.flat]
+        is_large = [arith.cmpf(arith.CmpFPredicate.OGT, math_dialect.absf(r), number(limit)) for r in rows]
+        pairs = list(x.registers.flat)
+        branch = scf.IfOp(arith.ori(*is_large), [pair.type for pair in pairs], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            least = [arith.mulf(math_dialect.absf(r), number(-(2.0**-24))) for r in rows]
+            zeros = [arith.subf(r, r) for r in rows]  # NaN of infinity
+            kept = []
+            for n, pair in enumerate(pairs):
+                row = n % 2
+                for e in range(2):
+                    one = element(pair, e)
+                    is_less = arith.cmpf(arith.CmpFPredicate.OLT, one, least[row])
+                    one = arith.select(is_large[row], arith.select(is_less, number(-math.inf), zeros[row]), one)
+                    pair = vector.insert(one, pair, dynamic_position=[], static_position=at(e))
+                kept.append(pair)
+            scf.yield_(kept)
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(pairs)
+        registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+    return keep(x, m)
 
 
 def await_turn(warpgroup) -> None:
