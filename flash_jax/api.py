@@ -239,11 +239,13 @@ def prepare(
     if local_window_size is not None:
         words &= masks.window(local_window_size)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        words &= Mask.lengths(query_seq_lengths, key_value_seq_lengths)
+        words &= masks.lengths(query_seq_lengths, key_value_seq_lengths)
     if q_segment_ids is not None:
-        words &= Mask.segments(q_segment_ids, kv_segment_ids)
+        words &= masks.segments(q_segment_ids, kv_segment_ids)
     visibility = masks.resolve(words, shape, q_offset)
 
+    if isinstance(bias, Mask):
+        raise TypeError("bias must be an array of floats, got a Mask. It goes to mask=.")
     if bias is not None:
         bias = as_array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):

@@ -4,6 +4,7 @@ Everything a user can say about visibility becomes one `visibility.Visibility`, 
 """
 
 import dataclasses
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from flash_jax.problem import as_array, as_integers, fold_batch, static_int
+from flash_jax.problem import as_array, as_integers, check_booleans, check_integers, fold_batch, static_int
 from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, evaluate, interval
 
 Array = jax.Array
@@ -59,20 +61,22 @@ class _Chunked:
     size: int
 
 
-@_term(data=("query", "key"))
+@_term(data=("query", "key"), static=("names",))
 class _Lengths:
-    """i < query and j < key, each `[*batch]` or `None`."""
+    """i < query and j < key, each `[*batch]` or `None`; names: what the user calls them."""
 
     query: Any
     key: Any
+    names: tuple[str, str]
 
 
-@_term(data=("query", "key"))
+@_term(data=("query", "key"), static=("names",))
 class _Segments:
-    """query[i] == key[j]; ids `[*batch, len]`."""
+    """query[i] == key[j]; ids `[*batch, len]`; names: likewise."""
 
     query: Any
     key: Any
+    names: tuple[str, str]
 
 
 @_term(data=("array",))
@@ -132,11 +136,15 @@ class Mask:
     @staticmethod
     def sliding_window(left: int | None, right: int | None) -> "Mask":
         """`i + q_offset - left <= j <= i + q_offset + right`, both ends inclusive; `None` is unbounded on that side."""
-        return Mask((_Window(_window_side("left", left), _window_side("right", right)),))
+        return _window("Mask.sliding_window", left, right)
 
     @staticmethod
     def prefix(length) -> "Mask":
         """The prefix-LM rule: `j <= i + q_offset` or `j < length`. `length`: an int, or integers `[*batch]`."""
+        if not _is_static(length):
+            check_integers("Mask.prefix: length", length)
+        elif length < 0:
+            raise ValueError(f"Mask.prefix: length must be non-negative, got {length}. Without a prefix it is Mask.causal().")
         return Mask((_Prefix(length),))
 
     @staticmethod
@@ -150,18 +158,19 @@ class Mask:
     @staticmethod
     def lengths(query=None, key=None) -> "Mask":
         """`i < query` and `j < key`; integers `[*batch]` or `None` for no limit."""
-        return Mask((_Lengths(query, key),))
+        return Mask((_Lengths(query, key, ("Mask.lengths: query", "Mask.lengths: key")),))
 
     @staticmethod
     def segments(query, key) -> "Mask":
         """`query[i] == key[j]`; integers `[*batch, q_len]` and `[*batch, kv_len]` whose values fit in int32; no id is special."""
-        return Mask((_Segments(query, key),))
+        return Mask((_Segments(query, key, ("Mask.segments: query", "Mask.segments: key")),))
 
     @staticmethod
     def from_function(function: Callable, *operands, per: Sequence[str] = ()) -> "Mask":
         """Visible iff `function(batch, head, q_index, kv_index, *operands)`, a scalar function of int32 indices.
 
-        `function` is written for one element: each argument is a scalar and the result a boolean scalar. `q_index` is
+        `function` is written for one element: each argument is a scalar and the result a boolean scalar, joined with `&`, `|`, `~`
+        (Python's `and`, `or`, `not` cannot be traced). `q_index` is
         the row number (`q_offset` is not added). Operands are read at the element: `per[n]` says how operand `n` is
         laid out, `"query"` (`[*batch, q_len]`), `"key"` (`[*batch, kv_len]`), `"head"` (`[*batch, num_heads]`) or
         `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes over, traced or not, work
@@ -177,6 +186,7 @@ class Mask:
         for kind in per:
             if kind not in OPERAND_KINDS:
                 raise ValueError(f"Mask.from_function: per entries must be among {OPERAND_KINDS}, got {kind!r}.")
+        _check_parameters(function, 4 + len(operands))
         return Mask((_Function(function, tuple(operands), per),))
 
     @staticmethod
@@ -188,6 +198,7 @@ class Mask:
         block_q, block_kv = (static_int(f"Mask.from_blocks: {name}", n) for name, n in (("block_q", block_q), ("block_kv", block_kv)))
         if block_q < 1 or block_kv < 1:
             raise ValueError(f"Mask.from_blocks: block_q and block_kv must be at least 1, got {block_q} and {block_kv}.")
+        check_booleans("Mask.from_blocks: blocks", blocks)
         return Mask((_Blocks(blocks, min(block_q, _FAR), min(block_kv, _FAR)),))
 
 
@@ -199,7 +210,8 @@ def segment_ids(cu_seqlens, length: int) -> Array:
 
     Args:
       cu_seqlens: integers `[num_sequences + 1]`, the start of each sequence and the end of the last:
-        sequence `n` fills positions `cu_seqlens[n]` up to `cu_seqlens[n + 1] - 1`.
+        sequence `n` fills positions `cu_seqlens[n]` up to `cu_seqlens[n + 1] - 1`. They rise from 0 to at most `length`,
+        which is checked unless they are traced.
       length: static length of the packed axis.
 
     Returns:
@@ -212,6 +224,13 @@ def segment_ids(cu_seqlens, length: int) -> Array:
         raise ValueError(
             f"segment_ids: cu_seqlens must be a vector of integers [num_sequences + 1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}."
         )
+    if not isinstance(cu_seqlens, Tracer):
+        starts = np.asarray(cu_seqlens)
+        if starts[0] != 0 or starts[-1] > length or np.any(np.diff(starts) < 0):
+            raise ValueError(
+                f"segment_ids: cu_seqlens must rise from 0 to at most length, got {starts} and {length}. It holds where each sequence "
+                "starts and where the last one ends: np.concatenate([[0], np.cumsum(lengths)])."
+            )
     positions = jnp.arange(length, dtype=jnp.int32)
     return jnp.searchsorted(cu_seqlens[1:].astype(jnp.int32), positions, side="right").astype(jnp.int32)
 
@@ -248,7 +267,7 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                 if _is_static(length):
                     static.prefix = _tighter(static.prefix, max(0, min(operator.index(length), LONGEST)), min)
                 else:
-                    length = _positions("Mask.prefix length", length, shape)
+                    length = _positions("Mask.prefix: length", length, shape)
                     dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
             case _Chunked(size):
                 if static.chunk not in (None, size):
@@ -256,23 +275,23 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                         f"Mask.chunked: two sizes, {static.chunk} and {size}, cannot be joined. Use Mask.from_function."
                     )
                 static.chunk = size
-            case _Lengths(query, key):
+            case _Lengths(query, key, names):
                 if query is not None:
-                    query = _positions("query_seq_lengths", query, shape)
+                    query = _positions(names[0], query, shape)
                     dynamic.q_length = query if dynamic.q_length is None else jnp.minimum(dynamic.q_length, query)
                 if key is not None:
-                    key = _positions("key_value_seq_lengths", key, shape)
+                    key = _positions(names[1], key, shape)
                     dynamic.kv_length = key if dynamic.kv_length is None else jnp.minimum(dynamic.kv_length, key)
-            case _Segments(query, key):
-                query = _labels("q_segment_ids", query, shape, shape.q_len)
-                key = _labels("kv_segment_ids", key, shape, shape.kv_len)
-                segments.append(_Segments(query, key))
+            case _Segments(query, key, names):
+                query = _labels(names[0], query, shape, shape.q_len)
+                key = _labels(names[1], key, shape, shape.kv_len)
+                segments.append(_Segments(query, key, names))
             case _Dense(array):
                 array = align("mask", array, shape, (shape.num_heads, shape.q_len, shape.kv_len))
                 operands = operands._replace(dense=(*operands.dense, array))
             case _Blocks(blocks, block_q, block_kv):
                 trailing = (shape.num_heads, -(-shape.q_len // block_q), -(-shape.kv_len // block_kv))
-                blocks = align("Mask.from_blocks blocks", blocks, shape, trailing, broadcast=(False, True, False, False))
+                blocks = align("Mask.from_blocks: blocks", blocks, shape, trailing, broadcast=(False, True, False, False))
                 operands = operands._replace(blocks=(*operands.blocks, blocks))
                 block_sizes.append((block_q, block_kv))
             case _Function():
@@ -377,19 +396,41 @@ def _static_offset(q_offset) -> int:
     return offset
 
 
+def _window(name: str, left, right) -> Mask:
+    return Mask((_Window(_window_side(f"{name}: left", left), _window_side(f"{name}: right", right)),))
+
+
 def _window_side(name: str, value) -> int | None:
     if value is None:
         return None
-    value = static_int(f"local_window_size ({name})", value)
+    value = static_int(name, value)
     if value < 0:
-        raise ValueError(f"local_window_size: {name} must be non-negative, got {value}. Use 0 for none on that side, None for all.")
+        raise ValueError(f"{name} must be non-negative, got {value}. Use 0 for none on that side, None for all.")
     return min(value, _FAR)
+
+
+def _check_parameters(function: Callable, count: int) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not tell
+        return
+    try:
+        signature.bind(*(None,) * count)
+    except TypeError:
+        raise TypeError(
+            f"Mask.from_function: function must take batch, head, q_index, kv_index and each operand, {count} arguments, got {signature}."
+        ) from None
 
 
 def words(mask) -> Mask:
     """The `mask` argument as a `Mask`: None is no rule, an array a dense one."""
     if mask is None:
         return Mask(())
+    if callable(mask):
+        raise TypeError(
+            f"mask must be a boolean array or a Mask, got {mask!r}. A rule of Mask is called, as in Mask.causal(); "
+            "a function of yours becomes one by Mask.from_function(function)."
+        )
     return mask if isinstance(mask, Mask) else Mask((_Dense(mask),))
 
 
@@ -405,8 +446,18 @@ def window(local_window_size) -> Mask:
     if isinstance(local_window_size, (tuple, list)):
         if len(local_window_size) != 2:
             raise ValueError(f"local_window_size must be one integer or (left, right), got {local_window_size!r}.")
-        return Mask.sliding_window(*local_window_size)
-    return Mask.sliding_window(local_window_size, local_window_size)
+        return _window("local_window_size", *local_window_size)
+    return _window("local_window_size", local_window_size, local_window_size)
+
+
+def lengths(query_seq_lengths, key_value_seq_lengths) -> Mask:
+    """The call's lengths."""
+    return Mask((_Lengths(query_seq_lengths, key_value_seq_lengths, ("query_seq_lengths", "key_value_seq_lengths")),))
+
+
+def segments(q_segment_ids, kv_segment_ids) -> Mask:
+    """The call's segments."""
+    return Mask((_Segments(q_segment_ids, kv_segment_ids, ("q_segment_ids", "kv_segment_ids")),))
 
 
 def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
@@ -446,8 +497,8 @@ def _labels(name: str, ids, shape: Shape, length: int) -> Array:
 def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dtype=jnp.bool_, broadcast=(True,) * 4) -> Array:
     """Right-align to `[*batch, *trailing]`, each axis 1 or full -> `[1 | batch, 1 | heads, 1 | rows, 1 | columns]`."""
     array = as_array(name, array)
-    if dtype is jnp.bool_ and array.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be boolean (True = visible), got {array.dtype}. Additive masks go to bias.")
+    if dtype is jnp.bool_:
+        check_booleans(name, array)
     want = (*shape.batch, *trailing)
     if not shape.batch and array.ndim == 4 and array.shape[0] == 1:  # jax.nn: inputs without a batch axis count as a batch of one
         array = array[0]
@@ -477,7 +528,13 @@ def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ..
     ]
     index = jax.ShapeDtypeStruct((), jnp.int32)
     scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in arrays]
-    closed, out = jax.make_jaxpr(term.function, return_shape=True)(index, index, index, index, *scalars)
+    try:
+        closed, out = jax.make_jaxpr(term.function, return_shape=True)(index, index, index, index, *scalars)
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(
+            "Mask.from_function: the function must be arithmetic on its arguments, got Python's and, or, not, if or a < b < c on them. "
+            "Use &, |, ~ and jnp.where."
+        ) from error
     out = jax.tree.leaves(out)
     if len(out) != 1 or out[0].shape != () or out[0].dtype != jnp.bool_:
         raise TypeError(f"Mask.from_function: the function must return one boolean scalar for scalar indices, got {out}.")

@@ -106,9 +106,24 @@ def as_array(name: str, x) -> Array:
 def as_integers(name: str, x) -> Array:
     """`as_array` of any integer dtype."""
     x = as_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {x.dtype}.")
+    check_integers(name, x)
     return x
+
+
+def check_integers(name: str, x) -> None:
+    """Any integer dtype, of an array or a shape, or of what `as_array` takes."""
+    if not jnp.issubdtype(_dtype(name, x), jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {_dtype(name, x)}.")
+
+
+def check_booleans(name: str, x) -> None:
+    """Likewise."""
+    if _dtype(name, x) != jnp.bool_:
+        raise TypeError(f"{name} must be boolean (True = visible), got {_dtype(name, x)}. Additive masks go to bias.")
+
+
+def _dtype(name: str, x) -> np.dtype:
+    return x.dtype if hasattr(x, "dtype") else as_array(name, x).dtype
 
 
 def fold_batch(x: Array, count: int) -> Array:
@@ -182,7 +197,8 @@ def check_qkv(query: Array, key: Array, value: Array) -> None:
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
-            f"the number of query heads must be a positive multiple of the key and value heads, got {num_heads} and {num_kv_heads}."
+            f"the number of query heads must be a positive multiple of the key and value heads, got {num_heads} and {num_kv_heads}: query "
+            f"{list(query.shape)}, key {list(key.shape)}, whose axes are [*batch, len, heads, head_dim]."
         )
 
 

@@ -69,6 +69,11 @@ BAD = {
         ValueError,
         "query heads must be a positive multiple of the key and value heads, got 3 and 2",
     ),
+    "query transposed": (
+        {"query": zeros(B, HEADS, 5, D)},
+        ValueError,
+        r"multiple of .* heads, got 5 and 2: query \[2, 4, 5, 8\], key \[2, 7, 2, 8\], whose axes are \[\*batch, len, heads, head_dim\]",
+    ),
     "no heads": ({n: zeros(B, 6, 0, 8) for n in good()}, ValueError, "heads must be a positive multiple .*got 0 and 0"),
     # bias and mask
     "bias shape": ({"bias": zeros(2, 3, Q_LEN, KV_LEN)}, ValueError, rf"bias must broadcast to {SHAPE}, got \[2, 3, 6, 7\]"),
@@ -84,6 +89,17 @@ BAD = {
     "mask float": ({"mask": zeros(Q_LEN, KV_LEN)}, TypeError, "mask must be boolean .*got float32. Additive masks go to bias"),
     "mask without heads": ({"mask": zeros(B, Q_LEN, KV_LEN, dtype=bool)}, ValueError, rf"mask must broadcast to {SHAPE}, .*x\[:, None\]"),
     "mask shape": ({"mask": zeros(B, 1, KV_LEN, Q_LEN, dtype=bool)}, ValueError, rf"mask must broadcast to {SHAPE}, got \[2, 1, 7, 6\]"),
+    "bias a mask": ({"bias": Mask.causal()}, TypeError, "bias must be an array of floats, got a Mask. It goes to mask="),
+    "mask a function": (
+        {"mask": lambda b, h, i, j: i >= j},
+        TypeError,
+        r"mask must be a boolean array or a Mask, got <function .*Mask.from_function\(function\)",
+    ),
+    "mask not called": (
+        {"mask": Mask.causal},
+        TypeError,
+        r"mask must be a boolean .*got <function Mask.causal .*called, as in Mask.causal\(\)",
+    ),
     "mask text": ({"mask": "causal"}, TypeError, "mask must be an array, got str"),
     # numbers
     "scale NaN": ({"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
@@ -124,7 +140,7 @@ BAD = {
     # who sees whom
     "window negative": ({"local_window_size": -1}, ValueError, "local_window_size: left must be non-negative, got -1"),
     "window right negative": ({"local_window_size": (1, -2)}, ValueError, "local_window_size: right must be non-negative, got -2"),
-    "window float": ({"local_window_size": 4.0}, TypeError, r"local_window_size \(left\) must be a Python or NumPy integer .*got float"),
+    "window float": ({"local_window_size": 4.0}, TypeError, r"local_window_size: left must be a Python or NumPy integer .*got float"),
     "window of 3": (
         {"local_window_size": (1, 2, 3)},
         ValueError,
@@ -133,9 +149,9 @@ BAD = {
     "window boolean": (
         {"local_window_size": (3, True)},
         TypeError,
-        r"local_window_size \(right\) must be a Python or NumPy integer .*got bool",
+        r"local_window_size: right must be a Python or NumPy integer .*got bool",
     ),
-    "window array": ({"local_window_size": np.array([3, 2])}, TypeError, r"local_window_size \(left\) must be .*got ndarray"),
+    "window array": ({"local_window_size": np.array([3, 2])}, TypeError, r"local_window_size: left must be .*got ndarray"),
     "only q ids": ({"q_segment_ids": Q_IDS}, ValueError, "q_segment_ids and kv_segment_ids must be given together, got only one"),
     "only kv ids": ({"kv_segment_ids": KV_IDS}, ValueError, "q_segment_ids and kv_segment_ids must be given together, got only one"),
     "q ids shape": (
@@ -190,14 +206,23 @@ BAD = {
     "no implementation": ({"implementation": ()}, ValueError, "implementation must name at least one of .*got an empty sequence"),
     # Mask
     "prefix and causal": ({"mask": Mask.prefix(3), "is_causal": True}, ValueError, "mask: prefix already contains the causal rule"),
-    "prefix float": ({"mask": Mask.prefix(2.5)}, TypeError, "Mask.prefix length must hold integers, got float32"),
-    "prefix shape": ({"mask": Mask.prefix(jnp.arange(3))}, ValueError, r"Mask.prefix length must have shape \[2\], got \[3\]"),
+    "prefix shape": ({"mask": Mask.prefix(jnp.arange(3))}, ValueError, r"Mask.prefix: length must have shape \[2\], got \[3\]"),
     "blocks shape": (
         {"mask": Mask.from_blocks(zeros(1, 3, dtype=bool), 3, 4)},
         ValueError,
-        r"Mask.from_blocks blocks must broadcast to \[2, 4, 2, 2\], got \[1, 3\]",
+        r"Mask.from_blocks: blocks must broadcast to \[2, 4, 2, 2\], got \[1, 3\]",
     ),
-    "blocks dtype": ({"mask": Mask.from_blocks(zeros(2, 2), 3, 4)}, TypeError, "Mask.from_blocks blocks must be boolean .*got float32"),
+    "segments shape": (
+        {"mask": Mask.segments(Q_IDS, Q_IDS)},
+        ValueError,
+        r"Mask.segments: key must have shape \[2, 7\], got \[2, 6\]",
+    ),
+    "lengths dtype": ({"mask": Mask.lengths(zeros(B))}, TypeError, "Mask.lengths: query must hold integers, got float32"),
+    "function with and": (
+        {"mask": Mask.from_function(lambda b, h, q, k: q >= k and k > 2)},
+        TypeError,
+        r"Mask.from_function: the function must be arithmetic .*got Python's and.*Use &, \|, ~",
+    ),
     "function result": (
         {"mask": Mask.from_function(lambda b, h, q, k: q - k)},
         TypeError,
@@ -230,11 +255,11 @@ def test_every_parameter_has_a_case():
         ("broadcast_dropout", True, "broadcast_dropout must be True or False, known before tracing, got .*Tracer"),
         ("deterministic_backward", True, "deterministic_backward must be True or False, known before tracing, got .*Tracer"),
         ("return_residual", True, "return_residual must be True or False, known before tracing, got .*Tracer"),
-        ("local_window_size", 3, r"local_window_size \(left\) must be a Python or NumPy integer known before tracing, got .*Tracer"),
+        ("local_window_size", 3, r"local_window_size: left must be a Python or NumPy integer known before tracing, got .*Tracer"),
         (
             "local_window_size",
             (3, None),
-            r"local_window_size \(left\) must be a Python or NumPy integer known before tracing, got .*Tracer",
+            r"local_window_size: left must be a Python or NumPy integer known before tracing, got .*Tracer",
         ),
         ("logits_soft_cap", 3.0, "logits_soft_cap must be a number known before tracing, got a tracer. Close over it or mark it static"),
         ("dropout_rate", 0.1, "dropout_rate must be a number known before tracing, got a tracer. Close over it or mark it static"),
@@ -298,13 +323,32 @@ def test_explain_takes_what_flash_attention_takes():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: Mask.sliding_window(-1, 0), ValueError, "left must be non-negative, got -1"),
+        (lambda: Mask.sliding_window(-1, 0), ValueError, "Mask.sliding_window: left must be non-negative, got -1"),
+        (lambda: Mask.sliding_window(None, 2.0), TypeError, "Mask.sliding_window: right must be a Python or NumPy integer .*got float"),
+        (lambda: Mask.prefix(-1), ValueError, r"Mask.prefix: length must be non-negative, got -1. .*Mask.causal\(\)"),
+        (lambda: Mask.prefix(2.5), TypeError, "Mask.prefix: length must hold integers, got float32"),
+        (lambda: Mask.prefix([True]), TypeError, "Mask.prefix: length must hold integers, got bool"),
+        (lambda: Mask.from_blocks(zeros(2, 2), 3, 4), TypeError, "Mask.from_blocks: blocks must be boolean .*got float32"),
+        (lambda: Mask.from_blocks([[1, 0]], 3, 4), TypeError, "Mask.from_blocks: blocks must be boolean .*got int32"),
+        (
+            lambda: Mask.from_function(lambda q, k: q >= k),
+            TypeError,
+            r"function must take batch, head, q_index, kv_index and each operand, 4 arguments, got \(q, k\)",
+        ),
+        (
+            lambda: Mask.from_function(lambda b, h, q, k: q >= k, zeros(2), per=("key",)),
+            TypeError,
+            r"each operand, 5 arguments, got \(b, h, q, k\)",
+        ),
+        (lambda: segment_ids([0, 5, 3], 8), ValueError, r"cu_seqlens must rise from 0 to at most length, got \[0 5 3\] and 8"),
+        (lambda: segment_ids(jnp.array([1, 5]), 8), ValueError, r"cu_seqlens must rise from 0 .*got \[1 5\] and 8"),
+        (lambda: segment_ids([0, 5, 900], 8), ValueError, r"cu_seqlens must rise from 0 .*got \[  0   5 900\] and 8"),
         (lambda: Mask.chunked(0), ValueError, "Mask.chunked: size must be at least 1, got 0"),
         (lambda: Mask.chunked(2.0), TypeError, "Mask.chunked: size must be a Python or NumPy integer known before tracing, got float"),
         (lambda: Mask.chunked(True), TypeError, "Mask.chunked: size must be .*got bool"),
-        (lambda: Mask.from_blocks(zeros(1, 1), 0, 4), ValueError, "block_q and block_kv must be at least 1, got 0 and 4"),
+        (lambda: Mask.from_blocks(zeros(1, 1, dtype=bool), 0, 4), ValueError, "block_q and block_kv must be at least 1, got 0 and 4"),
         (
-            lambda: Mask.from_blocks(zeros(1, 1), 4, 4.0),
+            lambda: Mask.from_blocks(zeros(1, 1, dtype=bool), 4, 4.0),
             TypeError,
             "Mask.from_blocks: block_kv must be a Python or NumPy integer.*got float",
         ),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flash_jax.api import flash_attention
 from flash_jax.dropout import check_rate
 from flash_jax.mask import Mask
-from flash_jax.problem import as_integers, check_flag, static_float
+from flash_jax.problem import as_array, as_integers, check_flag, static_float
 from flash_jax.promotion import promoting
 
 Array = jax.Array
@@ -138,7 +138,7 @@ def call(
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:
-        options["mask"] = mask if isinstance(mask, Mask) else jnp.asarray(mask) != 0
+        options["mask"] = mask if isinstance(mask, Mask) or callable(mask) else as_array("mask", mask) != 0
     if check_rate("dropout_rate", dropout_rate):
         if dropout_rng is None:
             raise ValueError(
