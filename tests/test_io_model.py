@@ -123,9 +123,20 @@ def test_command_as_text(capsys):
     shown = capsys.readouterr().out
     assert "forward: Algorithm 1, tiles 64 x 454" in shown
     assert "forward: flash_jax, tiles 128 x 128" in shown
-    assert "flash does +16.7%" in shown
+    assert "flash has 1.17 times the FLOPs of standard attention" in shown
+    without_cache, behind_cache = shown.index("Without a cache between SRAM and HBM:\n"), shown.index("Behind each device's cache:\n")
+    assert without_cache < shown.index("forward: standard") < behind_cache < shown.index("H200 SXM")
+    assert "kernels take tuned" not in shown
     assert "one matrix of scores is 1.074 GB, flash keeps 1.049 MB" in shown
     assert "H200 SXM" in shown
+
+
+def test_command_says_whose_tiles_it_took(capsys):
+    main(["--q-len", "2048", "--head-dim", "64", "--is-causal"])
+    shown = capsys.readouterr().out
+    assert "flash_jax's are the largest that fit; its kernels take tuned ones" in shown
+    assert "forward: Algorithm 5" in shown
+    assert "Algorithm 5 is" in (pathlib.Path(io_model.__file__).parents[2] / "docs" / "io.md").read_text()
 
 
 def test_command_has_no_times_for_float32(capsys):
@@ -152,6 +163,6 @@ def test_command_names_what_is_wrong(capsys):
 
 
 def test_the_module_is_the_command(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["io_model", *COMMAND, "--window", "100", "none", "--json"])
+    monkeypatch.setattr("sys.argv", ["io_model", *COMMAND, "--local-window-size", "100", "none", "--json"])
     runpy.run_path(str(pathlib.Path(io_model.__file__).parent / "__main__.py"), run_name="__main__")
     assert json.loads(capsys.readouterr().out)["problem"]["mask"] == "the interval offset=0, left=100"

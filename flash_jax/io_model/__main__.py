@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--v-head-dim", type=int, help="as --head-dim by default")
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="default: %(default)s")
     result.add_argument("--is-causal", action="store_true")
-    result.add_argument("--window", nargs=2, type=side, metavar=("LEFT", "RIGHT"), help="local_window_size; a number or none for each side")
+    result.add_argument("--local-window-size", nargs=2, type=side, metavar=("LEFT", "RIGHT"), help="a number or none for each side")
     result.add_argument("--density", type=float, help="block-sparse: the fraction of the tiles that are visited")
     result.add_argument("--sram", type=int, metavar="BYTES", help="of a core, M; by default that of --device, or 192 KiB")
     result.add_argument("--block-sizes", nargs=2, type=int, metavar=("Q", "KV"), help="tiles of flash_jax; the largest that fit by default")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     o = options.parse_args(arguments)
     mask = Mask.causal() if o.is_causal else Mask(())
     try:
-        mask = mask & Mask.sliding_window(*o.window) if o.window else mask
+        mask = mask & Mask.sliding_window(*o.local_window_size) if o.local_window_size else mask
         problem = make_problem(
             o.q_len,
             o.kv_len,

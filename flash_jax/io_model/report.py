@@ -48,6 +48,7 @@ def records(request: Request, devices: list[Device]) -> dict:
     return {
         "problem": sizes | {"dtype": p.dtype.name, "mask": _mask(p), "density": request.density},
         "sram": request.sram,
+        "block_sizes": request.block_sizes,
         "m_over_d2": request.sram / p.dtype.itemsize / max(p.head_dim, p.v_head_dim) ** 2,
         "theorem_2_holds": theta_holds(p, request.sram),
         "score_matrix_bytes": p.batch * p.num_heads * p.q_len * p.kv_len * p.dtype.itemsize,
@@ -126,7 +127,7 @@ def _title(data: dict) -> str:
 
 
 def _algorithms(data: dict) -> str:
-    header = ["", "GFLOP", "again", "HBM read", "HBM written", "memory", "SRAM a core", "x Theta"]
+    header = ["", "GFLOP", "recomputed", "HBM read", "HBM written", "memory", "SRAM a core", "over Theta"]
     rows = []
     for phase in ("forward", "backward"):
         for a in data[phase]:
@@ -135,10 +136,15 @@ def _algorithms(data: dict) -> str:
             theta = f"{a['elements_over_theta']:.3g}" if data["theorem_2_holds"] or a["name"].startswith("standard") else "-"
             rows.append([f"{phase}: {a['name']}", *flops, size(a["read"]), size(a["written"]), size(a["memory"]), sram, theta])
     legend = (
-        "again: GFLOP of scores computed a second time. memory: HBM beyond inputs and outputs.\n"
-        "x Theta: elements moved over N d + N^2 (standard) or N^2 d^2 / M (flash), for each head; these hold for d <= M <= N d."
+        "recomputed: GFLOP of scores that the forward had computed already. memory: HBM beyond inputs and outputs.\n"
+        "over Theta: elements moved, divided by N d + N^2 (standard) or N^2 d^2 / M (flash), for each head; for d <= M <= N d."
     )
-    return _table(header, rows) + "\n" + legend
+    if data["block_sizes"] is None:
+        legend += (
+            "\ntiles: Algorithms 1, 4 and 5 by the paper's formula of M, flash_jax's are the largest that fit; its kernels take tuned ones\n"
+            "(flash_jax.explain says which; --block-sizes sets them here)."
+        )
+    return "Without a cache between SRAM and HBM:\n" + _table(header, rows) + "\n" + legend
 
 
 def _devices(data: dict) -> str:
@@ -169,20 +175,21 @@ def _devices(data: dict) -> str:
         gains = [str(d[name] or "never") for name in ("gain_from_forward", "gain_from_both")]
         rows.append([d["name"], *cells, both, *gains])
     legend = (
-        "Lower bounds of the time, and the bytes that pass the device's cache; no kernel reaches them.\n"
+        "Lower bounds of the time, and the bytes that pass the cache; no kernel reaches them.\n"
         "gain from: the length from which flash is predicted to be 1.05x faster, forward alone and with the backward."
     )
-    return _table(header, rows) + "\n" + legend
+    return "Behind each device's cache:\n" + _table(header, rows) + "\n" + legend
 
 
 def _sentences(data: dict) -> str:
     """What the paper's claim is, and what it is not, in this problem's numbers."""
     (standard, paper, flash), (standard_b, _, flash_b) = data["forward"], data["backward"]
     times = [(standard["read"] + standard["written"]) / (a["read"] + a["written"]) for a in (paper, flash)]
-    more = (flash["flops"] + flash_b["flops"]) / (standard["flops"] + standard_b["flops"]) - 1
+    flops = (flash["flops"] + flash_b["flops"]) / (standard["flops"] + standard_b["flops"])
     matrix, share = size(data["score_matrix_bytes"]), data["m_over_d2"]
     return (
-        f"FLOPs stay quadratic in the length; forward and backward together, flash does {more:+.1%} (scores again, less what is skipped).\n"
+        f"FLOPs stay quadratic in the length; forward and backward together, flash has {flops:.2f} times the FLOPs of standard attention\n"
+        "(scores are recomputed, and what the mask hides is skipped).\n"
         "HBM traffic stays quadratic too, for a given M; what is saved is a factor. Without a cache, the forward of standard attention\n"
         f"moves {times[0]:.3g} times the bytes of the paper's order and {times[1]:.3g} times those of flash_jax; M / d^2 is {share:.3g}.\n"
         f"What goes away is the storage of N^2: one matrix of scores is {matrix}, flash keeps {size(flash['memory'])}.\n"
