@@ -141,7 +141,7 @@ def _algorithms(data: dict) -> str:
     )
     if data["block_sizes"] is None:
         legend += (
-            "\ntiles: Algorithms 1, 4 and 5 by the paper's formula of M, flash_jax's are the largest that fit; its kernels take tuned ones\n"
+            "\ntiles: Algorithms 1, 4, 5 by the paper's formula of M, flash_jax's are the largest that fit; its kernels take tuned ones\n"
             "(flash_jax.explain says which; --block-sizes sets them here)."
         )
     return "Without a cache between SRAM and HBM:\n" + _table(header, rows) + "\n" + legend
