@@ -191,9 +191,9 @@ def training(results: dict) -> str:
         lines.append([*key, *cells, "" if ratio is None else f"{ratio:.2f}"])
     memory = {row["remat"]: row["temporary_bytes"] / 1e9 for row in results["rows"] if row["attention"] == "flash"}
     why = (
-        'Of a block, "recomputed" keeps what the backward of attention needs and computes the rest again. It is '
-        f"faster for the same tokens a step, as what is kept is written and read back: {memory[False]:.1f} GB of temporary memory where that is all of it, and "
-        f"{memory[True]:.1f} GB otherwise (flash_jax, its last rows)."
+        'Of a block, "recomputed" keeps what the backward of attention needs and computes the rest again. It is faster for the same '
+        f"tokens a step, as what is kept is written and read back: {memory[False]:.1f} GB of temporary memory where that is all of it, "
+        f"and {memory[True]:.1f} GB otherwise (flash_jax, its last rows)."
     )
     return f"{origin(results)}, {results['provenance']['device']}.\n\n" + table(head, lines) + "\n\n" + why
 
