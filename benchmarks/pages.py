@@ -116,13 +116,17 @@ def tiles(row: Row) -> int:
 
 
 def cost_of_features(results: dict) -> str:
-    """What a mask costs beyond the work it leaves: the time of a tile, over that of the plain causal row."""
-    sides = {row: sides["flash_jax"] for row, sides in paper.rows_of(results).items()}
-    alike = [row for row in sides if row.is_causal and row.dtype == "bfloat16" and row.head_dim == 128 and row.num_kv_heads is None]
+    """What a mask costs beyond the work it leaves: the time of a tile, over that of the same side's plain causal row."""
+    rows = paper.rows_of(results)
+    alike = [row for row in rows if row.is_causal and row.dtype == "bfloat16" and row.head_dim == 128 and row.num_kv_heads is None]
     plain = next(row for row in alike if row.window is None and not row.segments)
-    of_a_tile = lambda row, phase: sides[row][phase]["median"] / (row.batch * row.num_heads * tiles(row))
-    lines = [[row.name, tiles(row), *(f"{of_a_tile(row, p) / of_a_tile(plain, p):.2f}" for p in PHASES)] for row in alike if row != plain]
-    return f"Against `{plain.name}`, which has {tiles(plain)} tiles a head:\n\n" + table(["row", "tiles a head", *PHASES], lines)
+    names = [name for name in ("flash_jax", "fa3", "fa4") if all(name in rows[row] for row in alike)]
+    of_a_tile = lambda row, name, phase: rows[row][name][phase]["median"] / (row.batch * row.num_heads * tiles(row))
+    cost = lambda row, name, phase: f"{of_a_tile(row, name, phase) / of_a_tile(plain, name, phase):.2f}"
+    columns = [(name, phase) for phase in PHASES for name in names]
+    lines = [[row.name, tiles(row), *(cost(row, *column) for column in columns)] for row in alike if row != plain]
+    head = ["row", "tiles a head", *(f"{phase}, {name}" for name, phase in columns)]
+    return f"Against `{plain.name}`, which has {tiles(plain)} tiles a head:\n\n" + table(head, lines)
 
 
 def residual_memory(results: dict) -> str:
