@@ -152,9 +152,14 @@ class MaskSpec(NamedTuple):
     functions: tuple[MaskFunction, ...] = ()
 
     @property
+    def has_patterns(self) -> bool:
+        """Boolean arrays, block maps or functions, whose visible tiles may lie anywhere; of the other rules they are mostly a range."""
+        return bool(self.num_dense or self.block_sizes or self.functions)
+
+    @property
     def is_interval(self) -> bool:
         """The interval is all there is."""
-        return not (self.has_labels or self.num_dense or self.block_sizes or self.functions)
+        return not (self.has_labels or self.has_patterns)
 
     @property
     def hides_nothing(self) -> bool:

@@ -35,7 +35,8 @@ _ROWS = 128  # pivot and delta are padded to a multiple: whole tiles of every ke
 class Rows(NamedTuple):
     """What each query row gives to every kernel: `backward_tile.Inputs` has some of it.
 
-    empty: booleans `[batch, num_heads, q_len]`. dq: zeros, float32, of the shape of query.
+    pivot, delta, lost, log2_l: with at least as many rows as there. empty: booleans `[batch, num_heads, q_len]`.
+    dq: zeros, float32, of the shape of query.
     """
 
     query: Array
@@ -142,6 +143,7 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Rows:
+    """One pass over out and dout; with a bias, another over the keys for rows whose lse has lost log(l) (`backward_states`)."""
     q_pad = schedule.num_tiles(problem.q_len, _ROWS) * _ROWS
     query, dout = (_wide(x, _padded_head_dim(problem)) for x in (operands.query, dout))
     out = _wide(out, schedule.num_tiles(problem.v_head_dim, backward_rows.COLUMNS) * backward_rows.COLUMNS)
@@ -245,8 +247,8 @@ def _tiles_with(x: Array, block: int) -> Array:
 
 def _visits(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> dict[str, Array | None]:
     """`Inputs.ranges`, or `Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
-    kinds, mask = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2), problem.mask
-    if not (mask.num_dense or mask.block_sizes or mask.functions):  # labels, as in the forward
+    kinds = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2)
+    if not problem.mask.has_patterns:  # labels, as in the forward
         ranges, _ = schedule.ranges_of_kinds(kinds[:, 0])
         return {"ranges": jnp.stack(ranges, axis=-1)}
     by_head = None

@@ -73,10 +73,10 @@ def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndar
     With labels a key has one row that may prove it: that of its own number, or the last of its label if labels are sorted. So this
     takes O(kv_len log q_len), and a tile may be marked for nothing.
     """
-    mask, num_tiles = operands.mask, schedule.num_tiles(problem.kv_len, block_kv)
-    if mask.dense or mask.blocks or mask.functions:
+    num_tiles = schedule.num_tiles(problem.kv_len, block_kv)
+    if problem.mask.has_patterns:
         return np.ones((1, num_tiles), np.int32)
-    if mask.q_labels is not None:
+    if problem.mask.has_labels:
         seen = _seen_by_own_row(problem, operands)
     else:
         seen = _seen_by_bounds(problem, operands)
@@ -108,9 +108,9 @@ def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:
 
 
 def notes(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
-    """What labels are compared for, and rows with their bounds: int32 `[1 | batch, num_q_tiles, num_kv_tiles]`.
+    """Which rules may hide scores of a tile, of a mask with labels: int32 `[1 | batch, num_q_tiles, num_kv_tiles]`.
 
-    `BOUNDS` where row bounds may hide scores of the tile, `LABELS` where labels may, or both.
+    The sum of `BOUNDS` where row bounds may and `LABELS` where labels may.
     """
     kinds = visibility.kinds_of_rules(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (block_q, block_kv))
     by_bounds, by_labels = (jnp.where(kind[:, 0] == schedule.FULL, 0, bit) for kind, bit in zip(kinds, (BOUNDS, LABELS), strict=True))

@@ -192,7 +192,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
         masked, steps = Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears), _steps_of_ranges(ranges)
     else:
         kinds = tile_kinds(problem, operands, block_q, block_kv)
-        if problem.mask.num_dense or problem.mask.block_sizes or problem.mask.functions:
+        if problem.mask.has_patterns:
             found = schedule.tile_lists(kinds)
             lists, masked = found.index, Masked(Bounds(), None, Bounds(), True, clears)
             zero = jnp.zeros_like(found.end)
@@ -210,7 +210,7 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
         b, head, tile = np.moveaxis(tiles, 2, 0)
         counts = (b >= 0).sum(1, dtype=np.int32)
     else:
-        cost = steps.steps if cost is None or parts > 1 else cost  # to be sorted as it is: XLA has no kernel that negates it first
+        cost = steps.steps if cost is None or parts > 1 else cost
         b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)

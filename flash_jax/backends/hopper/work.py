@@ -41,26 +41,27 @@ def deal(steps: np.ndarray, batch: int, num_heads: int, bytes_per_head: int, num
 
 
 def deal_by_data(
-    steps: jax.Array, batch: int, num_heads: int, num_multiprocessors: int
+    cost: jax.Array, batch: int, num_heads: int, num_multiprocessors: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
-    """`b, head, tile`, int32 `[num_multiprocessors, longest]`, and the length of each list, where steps depend on data.
+    """`b, head, tile`, int32 `[num_multiprocessors, longest]`, and the length of each list, where the work depends on data.
 
-    steps: int `[1 | batch, 1 | num_heads, tiles of a head]`. Longest first, round after round, every other round in reverse. Only what
-    differs is sorted. Of heads that share steps each list takes one after the other, so that all lists are at about the same head's keys.
+    cost: int `[1 | batch, 1 | num_heads, tiles of a head]`, in any unit. Longest first, round after round, every other round in reverse.
+    Only what differs is sorted. Of heads that share costs each list takes one after the other, so that all lists are at about the same
+    head's keys.
     """
-    own_batch, own_heads, tiles = steps.shape
+    own_batch, own_heads, tiles = cost.shape
     copies = batch * num_heads // (own_batch * own_heads)
     count = batch * num_heads * tiles
     rounds = -(-count // num_multiprocessors)
     place = np.arange(rounds * num_multiprocessors).reshape(rounds, num_multiprocessors)
     place[1::2] = place[1::2, ::-1]
     place = place.T
-    first_round = place // copies * copies // num_multiprocessors  # of the places that share their steps
+    first_round = place // copies * copies // num_multiprocessors  # of the places that share their cost
     copy = (place - first_round * num_multiprocessors + first_round) % copies
     by_copy = np.argsort(np.where(place < count, copy, copies), axis=1, kind="stable")
     place, copy = (np.take_along_axis(x, by_copy, axis=1) for x in (place, copy))
-    shortest_first = jnp.argsort(steps.transpose(0, 2, 1).ravel()).astype(jnp.int32)
-    entry = shortest_first[steps.size - 1 - np.minimum(place, count - 1) // copies]
+    shortest_first = jnp.argsort(cost.transpose(0, 2, 1).ravel()).astype(jnp.int32)  # of -cost, XLA would have a kernel more
+    entry = shortest_first[cost.size - 1 - np.minimum(place, count - 1) // copies]
     head = entry % own_heads if own_heads > 1 else jnp.asarray(copy % num_heads, jnp.int32)
     b = entry // (own_heads * tiles) if own_batch > 1 else jnp.asarray(copy // (num_heads // own_heads), jnp.int32)
     return b, head, entry // own_heads % tiles, (place < count).sum(1).astype(np.int32)

@@ -63,7 +63,7 @@ class Edge(NamedTuple):
 def edge_of(problem: Problem, tiles: Tiles) -> Edge | None:
     """Of a static rule, alone or with labels: of other masks whole tiles may be hidden, and these are not to be visited."""
     spec = problem.mask
-    if spec.rule is None or spec.rule.is_trivial or spec.num_dense or spec.block_sizes or spec.functions:
+    if spec.rule is None or spec.rule.is_trivial or spec.has_patterns:
         return None
     return edge(spec.rule, problem.q_len, tiles, spec.has_labels)
 

@@ -10,10 +10,10 @@ a transposed left side runs at less than half the speed (measured: benchmarks/cp
 from flash_jax import schedule
 from flash_jax.backends.base import Backend, Device, by_one_rule
 from flash_jax.backends.xla.layout import Config
-from flash_jax.backends.xla.passes import backward, forward, jvp, row_states
+from flash_jax.backends.xla.passes import backward, forward, jvp
 from flash_jax.problem import Problem
 
-__all__ = ["BACKEND", "Config", "default_config", "jvp", "row_states"]
+__all__ = ["BACKEND", "Config", "default_config", "jvp"]
 
 
 _SMALL = 2**20  # scores, 4 MiB: a CPU's cache holds them, and one pass costs less than starting one for each batch entry

@@ -133,7 +133,7 @@ def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
     return pivot, softmax.weights_from_states(m, l)[1]
 
 
-def row_states(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
+def _row_states(problem: Problem, config: Config, operands: Operands) -> tuple[Array, Array]:
     """`(m, l)` of each row after all its tiles, `[batch, q_len, num_heads]`."""
     empty = jnp.full(problem.lse_shape, -jnp.inf, problem.compute_dtype), jnp.zeros(problem.lse_shape, problem.compute_dtype)
     return _online_softmax(problem, config, operands, lambda state: (state.m, state.l), empty)
@@ -144,7 +144,7 @@ def _row_weights(problem: Problem, config: Config, operands: Operands, lse: Arra
     pivot = softmax.lse_pivot(lse)
     if operands.bias is None or _whole_rows(problem, config):
         return pivot, None
-    anew = lambda _: softmax.weights_from_states(*row_states(problem, config, operands))
+    anew = lambda _: softmax.weights_from_states(*_row_states(problem, config, operands))
     return lax.cond(softmax.any_lost_l(lse), anew, lambda pivot: (pivot, jnp.ones_like(pivot)), pivot)
 
 
