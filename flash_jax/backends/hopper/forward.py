@@ -9,8 +9,8 @@ One warp copies tiles of K, V, Q and the bias into shared memory; two or three w
         m, P, alpha = softmax of S;  l = l alpha + sum P;  O *= alpha
     O += P V(last);  out = O / l;  lse = m + log l
 
-Exponentials are base 2 with the scale folded in. P goes to the second product from registers. Row sums are kept per thread, eight
-columns wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3.
+Exponentials are base 2 with the scale folded in (but see `Rows.softmax`). P goes to the second product from registers. Row sums are kept
+per thread, eight columns wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3.
 """
 
 import dataclasses

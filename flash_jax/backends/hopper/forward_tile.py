@@ -17,7 +17,7 @@ from flash_jax.problem import Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
-_LARGE = 2.0**28  # in base-2 units, below which half the last bit is at most 8
+_LARGE = 2.0**28  # of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
 UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
 
@@ -254,8 +254,8 @@ class Rows:
     def softmax(self, s, state, masked: bool):
         """One online step: `(p, state, alpha)`; state is (m, l as partial sums), None before the first.
 
-        m: in the units of s. Where `is_exact`, in base-2 units, the very number that is subtracted. With the scale folded into the
-        exponential an exponent is off by half the last bit of m: then as much in all of a row, and `keep_largest` mends what is too much.
+        m is in the units of s. Only where `is_exact` it is in base-2 units, the very number that is subtracted: then alpha has no rounding
+        of its own, all exponents of a row are off alike, which cancels in out, and `keep_largest` mends those that are off by too much.
         """
         s_max = s.max(axis=1)
         s_max = s_max * self.factor if self.is_exact else s_max

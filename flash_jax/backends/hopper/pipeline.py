@@ -50,7 +50,7 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
     bounds = [(bound, predicate) for bound, predicate in ((lo, "sle"), (hi, "sgt")) if bound is not None]
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,) + (ROWS,) * len(bounds), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
-    def select(ctx, x, *rows):
+    def select(_, x, *rows):
         f32 = ir.F32Type.get()
         at = lambda n: ir.DenseI64ArrayAttr.get([n])
         element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=at(n))
@@ -75,9 +75,10 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
 
 
 def keep_largest(x: jax.Array, m: jax.Array, limit: float) -> jax.Array:
-    """x `[64, n]`, differences from m `[64]` that are off by half the last bit of m: where |m| > limit, 0 if no more than that, else -inf.
+    """x `[64, n]`: exponents `s - m` with m `[64]`, the maximum as float32, so that they are off by up to half the last bit of m.
 
-    In a branch, which threads without such rows do not take.
+    Where |m| > limit that is too much for an exponential. There only the scores that are m but for this rounding count, with 0, and all
+    others are -inf. In a branch, which threads without such rows do not take.
     """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, ROWS), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
