@@ -130,7 +130,7 @@ def _dbias(problem: Problem, operands: Operands, rows: Rows, lse: Array, dlse: A
     inputs = _inputs(problem, operands, rows, block_q, block_kv)
     kinds = None
     if inputs.q_lo is not None:
-        kinds = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2).astype(jnp.int32)
+        kinds = _transposed_kinds(problem, operands, block_q, block_kv)
     unused = ("ranges", "lists", "kinds", "seen", "unseen_tiles", "empty_tiles")
     cells = backward_bias.cells(problem, inputs._replace(**dict.fromkeys(unused)), kinds)
     cells = cells if is_copied(operands.bias) else cells.swapaxes(2, 3)
@@ -157,10 +157,15 @@ def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Ar
     if has_bias:
         rows = rows._replace(lost=softmax.any_lost_l(lse).astype(jnp.int32)[None])
         tile = _tile(problem)
-        inputs = _inputs(problem, operands, rows, *tile)._replace(pivot=pivot)
+        kinds = _transposed_kinds(problem, operands, *tile) if problem.mask.block_sizes else None  # these walk over hidden blocks too
+        inputs = _inputs(problem, operands, rows, *tile)._replace(pivot=pivot, kinds=kinds)
         pivot, log2_l = backward_states.pivot_and_log2_l(problem, inputs, *tile)
         rows = rows._replace(pivot=pivot, log2_l=log2_l)
     return rows
+
+
+def _transposed_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
+    return tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2).astype(jnp.int32)
 
 
 def _wide(x: Array, columns: int) -> Array:

@@ -37,7 +37,8 @@ class Inputs(NamedTuple):
     ranges: int32 `[1 | batch, num_kv_tiles, 4]`: `schedule.Ranges` of q tiles.
     notes: int32 `[1 | batch, num_kv_tiles, num_q_tiles]`, with labels: which of bounds and labels may hide scores, see `host.notes`.
     lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
-    kinds: int32 `[1 | batch, num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where heads of a group differ.
+    kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where what is visited may be hidden:
+      heads of a group differ.
     unseen_tiles: int32 `[1 | batch, num_kv_tiles]`, 0 where a query sees each key of the tile; None where that is so in every tile.
     seen: int32 `[1 | batch, kv_pad]`, nonzero where a query sees the key; None where there are labels, by which a block finds out itself.
     empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
@@ -341,7 +342,7 @@ class ScoreTile:
         elif self.q_lo is not None:
             s = in_interval(s)
         if self.refs.kinds is not None:
-            kind = self.refs.kinds.at[shared(self.refs.kinds, 0, self.b), head][self.kv_tile, tile]
+            kind = self.refs.kinds.at[shared(self.refs.kinds, 0, self.b), shared(self.refs.kinds, 1, head)][self.kv_tile, tile]
             s = jnp.where(lax.broadcast_in_dim(kind != EMPTY, s.shape, []), s, -jnp.inf)
         for ref in self.refs.dense:
             s = jnp.where(self._elements(ref, head, start) != 0, s, -jnp.inf)
