@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from flash_jax import dispatch, dropout
 from flash_jax import mask as masks
+from flash_jax.align import LONGEST, Shape, align
 from flash_jax.autodiff import attend
 from flash_jax.mask import Mask
 from flash_jax.problem import (
@@ -175,10 +176,10 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], *, broadcast_d
     key, rate = dropout.check_key("key", key), dropout.check_rate("rate", rate)
     check_flag("broadcast_dropout", broadcast_dropout)
     sizes = tuple(static_int("shape", n) for n in shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) < 3 or min(sizes) < 0 or max(sizes) > masks.LONGEST:
+    if len(sizes) < 3 or min(sizes) < 0 or max(sizes) > LONGEST:
         raise ValueError(f"shape must be (*batch, num_heads, q_len, kv_len), each from 0 to 2**29, got {shape}.")
     *batch, num_heads, q_len, kv_len = sizes
-    rows = _dropout_row_keys(key, masks.Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
+    rows = _dropout_row_keys(key, Shape(tuple(batch), num_heads, q_len, kv_len), q_offset, broadcast_dropout)
     kept = dropout.keep(rows[..., None], jnp.arange(kv_len, dtype=jnp.int32), rate)
     return jnp.broadcast_to(kept, (math.prod(batch), num_heads, q_len, kv_len)).reshape(sizes)
 
@@ -228,7 +229,7 @@ def prepare(
         check_flag(name, flag)
     *batch, q_len, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, v_head_dim = value.shape[-3:]
-    shape = masks.Shape(tuple(batch), num_heads, q_len, kv_len)
+    shape = Shape(tuple(batch), num_heads, q_len, kv_len)
     size = math.prod(batch)
 
     if (q_segment_ids is None) != (kv_segment_ids is None):
@@ -250,7 +251,7 @@ def prepare(
         bias = as_array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias must have a float dtype, got {bias.dtype}. Boolean masks go to mask.")
-        bias = masks.align("bias", bias, shape, (num_heads, q_len, kv_len), dtype=bias.dtype)
+        bias = align("bias", bias, shape, (num_heads, q_len, kv_len), dtype=bias.dtype)
     problem = Problem(
         batch=size,
         q_len=q_len,
@@ -290,7 +291,7 @@ def prepare(
     return Request(tuple(batch), problem, operands, _sinks(sinks, num_heads))
 
 
-def _dropout_row_keys(key: Array, shape: masks.Shape, q_offset, broadcast_dropout: bool) -> Array:
+def _dropout_row_keys(key: Array, shape: Shape, q_offset, broadcast_dropout: bool) -> Array:
     q_ids = jnp.arange(shape.q_len, dtype=jnp.int32) + masks.offset_rows(q_offset, shape)
     copies = (1, 1) if broadcast_dropout else (math.prod(shape.batch), shape.num_heads)
     return dropout.row_keys(key, *copies, q_ids)

@@ -8,19 +8,19 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, dataclass_transform
+from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from flash_jax.problem import as_array, as_integers, check_booleans, check_integers, fold_batch, static_int
+from flash_jax.align import LONGEST, Shape, align, as_labels, as_positions, collapse_batch
+from flash_jax.problem import as_array, check_booleans, check_integers, static_int
 from flash_jax.visibility import OPERAND_KINDS, MaskFunction, MaskOperands, MaskSpec, RowRule, Visibility, evaluate, interval
 
 Array = jax.Array
 
-LONGEST = 2**29  # lengths and offsets are at most this, so that positions and what is added to them stay in int32
 _FAR = 2 * LONGEST  # any distance between two positions is smaller
 
 
@@ -236,22 +236,13 @@ def segment_ids(cu_seqlens, length: int) -> Array:
 
 
 # -------------------------------------------------------------------------------------------------- translation
-class Shape(NamedTuple):
-    """The sizes that a mask is resolved against; `batch` as the user gave it."""
-
-    batch: tuple[int, ...]
-    num_heads: int
-    q_len: int
-    kv_len: int
-
-
 def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
     """Words to bounds and predicates, with every check on what the words hold."""
     static, dynamic = _Interval(shape.kv_len), _DynamicInterval()
     if _is_static(q_offset):
         static.offset = _static_offset(q_offset)
     else:
-        dynamic.offset = _positions("q_offset", q_offset, shape)
+        dynamic.offset = as_positions("q_offset", q_offset, shape)
     segments: list[_Segments] = []
     operands = MaskOperands()
     functions, block_sizes = [], []
@@ -267,7 +258,7 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                 if _is_static(length):
                     static.prefix = _tighter(static.prefix, max(0, min(operator.index(length), LONGEST)), min)
                 else:
-                    length = _positions("Mask.prefix: length", length, shape)
+                    length = as_positions("Mask.prefix: length", length, shape)
                     dynamic.prefix = length if dynamic.prefix is None else jnp.minimum(dynamic.prefix, length)
             case _Chunked(size):
                 if static.chunk not in (None, size):
@@ -277,14 +268,14 @@ def resolve(mask: Mask, shape: Shape, q_offset=0) -> Visibility:
                 static.chunk = size
             case _Lengths(query, key, names):
                 if query is not None:
-                    query = _positions(names[0], query, shape)
+                    query = as_positions(names[0], query, shape)
                     dynamic.q_length = query if dynamic.q_length is None else jnp.minimum(dynamic.q_length, query)
                 if key is not None:
-                    key = _positions(names[1], key, shape)
+                    key = as_positions(names[1], key, shape)
                     dynamic.kv_length = key if dynamic.kv_length is None else jnp.minimum(dynamic.kv_length, key)
             case _Segments(query, key, names):
-                query = _labels(names[0], query, shape, shape.q_len)
-                key = _labels(names[1], key, shape, shape.kv_len)
+                query = as_labels(names[0], query, shape, shape.q_len)
+                key = as_labels(names[1], key, shape, shape.kv_len)
                 segments.append(_Segments(query, key, names))
             case _Dense(array):
                 array = align("mask", array, shape, (shape.num_heads, shape.q_len, shape.kv_len))
@@ -438,7 +429,7 @@ def offset_rows(q_offset, shape: Shape) -> Array:
     """q_offset as int32 `[1 | batch, 1]`, to be added to row numbers."""
     if _is_static(q_offset):
         return jnp.full((1, 1), _static_offset(q_offset), jnp.int32)
-    return _positions("q_offset", q_offset, shape)[:, None]
+    return as_positions("q_offset", q_offset, shape)[:, None]
 
 
 def window(local_window_size) -> Mask:
@@ -458,65 +449,6 @@ def lengths(query_seq_lengths, key_value_seq_lengths) -> Mask:
 def segments(q_segment_ids, kv_segment_ids) -> Mask:
     """The call's segments."""
     return Mask((_Segments(q_segment_ids, kv_segment_ids, ("q_segment_ids", "kv_segment_ids")),))
-
-
-def collapse_batch(name: str, array, shape: Shape, trailing: tuple[int, ...]) -> Array:
-    """`[*batch, *trailing]` (leading axes may be missing or 1) -> `[1 | batch, *trailing]`."""
-    array = as_array(name, array)
-    want = (*shape.batch, *trailing)
-    if not shape.batch and array.shape == (1, *trailing):  # jax.nn: inputs without a batch axis count as a batch of one
-        array = array[0]
-    lead = array.ndim - len(trailing)
-    fits = 0 <= lead <= len(shape.batch) and array.shape[lead:] == trailing
-    fits = fits and all(n in (1, m) for n, m in zip(array.shape[:lead], shape.batch[len(shape.batch) - lead :], strict=True))
-    if not fits:
-        raise ValueError(f"{name} must have shape {list(want)}, got {list(array.shape)}.")
-    if all(n == 1 for n in array.shape[:lead]):
-        return array.reshape(1, *trailing)
-    return fold_batch(jnp.broadcast_to(array, want), len(shape.batch))
-
-
-def _positions(name: str, array, shape: Shape) -> Array:
-    """Offsets and lengths `[*batch]` as int32 `[1 | batch]`, clipped to where more means the same."""
-    if isinstance(array, (int, np.integer, np.ndarray)) and np.asarray(array).dtype.kind in "iu":
-        array = np.asarray(array)  # jnp.asarray would drop the high half of an int64
-        array = np.minimum(array, min(LONGEST, np.iinfo(array.dtype).max)).astype(np.int64).clip(-LONGEST)
-    array = as_integers(name, array)
-    if array.dtype.itemsize < 4:
-        array = array.astype(jnp.int32)
-    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -LONGEST
-    return collapse_batch(name, jnp.clip(array, least, LONGEST).astype(jnp.int32), shape, ())
-
-
-def _labels(name: str, ids, shape: Shape, length: int) -> Array:
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and np.any(ids != ids.astype(np.int32)):
-        raise ValueError(f"{name} must fit in int32, got {ids.min()} to {ids.max()}. Number the segments anew.")
-    return collapse_batch(name, as_integers(name, ids), shape, (length,)).astype(jnp.int32)
-
-
-def align(name: str, array, shape: Shape, trailing: tuple[int, int, int], *, dtype=jnp.bool_, broadcast=(True,) * 4) -> Array:
-    """Right-align to `[*batch, *trailing]`, each axis 1 or full -> `[1 | batch, 1 | heads, 1 | rows, 1 | columns]`."""
-    array = as_array(name, array)
-    if dtype is jnp.bool_:
-        check_booleans(name, array)
-    want = (*shape.batch, *trailing)
-    if not shape.batch and array.ndim == 4 and array.shape[0] == 1:  # jax.nn: inputs without a batch axis count as a batch of one
-        array = array[0]
-    refusal = f"{name} must broadcast to {list(want)}, got {list(array.shape)}."
-    if array.ndim > len(want):
-        raise ValueError(refusal)
-    if shape.batch and array.ndim == len(want) - 1:
-        refusal += " Axes are aligned at the right: batch entries without heads need an axis for them, as in x[:, None]."
-    full = (1,) * (len(want) - array.ndim) + array.shape
-    lead = len(shape.batch)
-    for axis, (n, m) in enumerate(zip(full, want, strict=True)):
-        may_be_one = axis < lead or broadcast[axis - lead + 1]
-        if n != m and not (n == 1 and may_be_one):
-            raise ValueError(refusal)
-    array = array.reshape(full)
-    if all(n == 1 for n in full[:lead]):
-        return array.reshape(1, *full[lead:])
-    return fold_batch(jnp.broadcast_to(array, (*shape.batch, *full[lead:])), lead)
 
 
 def _close(term: _Function, shape: Shape) -> tuple[MaskFunction, tuple[Array, ...]]:

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from flash_jax import Mask, api, reference, segment_ids, visibility
 from flash_jax import mask as masks
+from flash_jax.align import Shape
 
 BATCH, Q_LEN, KV_LEN = 2, 9, 13  # one shape in the properties: few compilations
 
 
 def bounds(mask, q_offset=0, batch=(BATCH,), q_len=Q_LEN, kv_len=KV_LEN):
     """Whether the rule is static, and `[batch, q_len]` bounds."""
-    spec, operands = masks.resolve(mask, masks.Shape(batch, 1, q_len, kv_len), q_offset)
+    spec, operands = masks.resolve(mask, Shape(batch, 1, q_len, kv_len), q_offset)
     lo, hi = (np.asarray(x) for x in visibility.row_bounds(spec, operands, q_len))
     return spec.rule is not None, *(np.broadcast_to(x, (int(np.prod(batch)), q_len)) for x in (lo, hi))
 
@@ -91,7 +92,7 @@ def test_static_and_dynamic_rules_agree(where):
     expected = bounds(mask, -2)
     assert expected[0]
     if where == "jit":  # the length of the prefix is a leaf, so it is traced there
-        lo, hi = jax.jit(lambda m: visibility.row_bounds(*masks.resolve(m, masks.Shape((1,), 1, Q_LEN, KV_LEN), -2), Q_LEN))(mask)
+        lo, hi = jax.jit(lambda m: visibility.row_bounds(*masks.resolve(m, Shape((1,), 1, Q_LEN, KV_LEN), -2), Q_LEN))(mask)
         got = (False, np.repeat(lo, BATCH, 0), np.repeat(hi, BATCH, 0))
     else:
         got = bounds(mask, {"static": np.int16(-2), "array": jnp.full(BATCH, -2)}[where])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flash_jax import Mask, schedule, visibility
 from flash_jax import mask as masks
+from flash_jax.align import Shape
 from flash_jax.schedule import EMPTY, FULL, PARTIAL
 
 TILES = st.sampled_from([(1, 1), (4, 3), (5, 8), (32, 32)])
@@ -69,7 +70,7 @@ def interval_masks(random, kv_len):
 def bounds_of_rules(seed, q_len, kv_len):
     random = np.random.default_rng(seed)
     offset = int(random.integers(-15, 16)) if random.random() < 0.5 else random.integers(-15, 16, 2)
-    spec, operands = masks.resolve(interval_masks(random, kv_len), masks.Shape((2,), 1, q_len, kv_len), offset)
+    spec, operands = masks.resolve(interval_masks(random, kv_len), Shape((2,), 1, q_len, kv_len), offset)
     lo, hi = visibility.row_bounds(spec, operands, q_len)
     return lo, hi, np.asarray(visibility.in_interval(lo, hi, jnp.arange(kv_len)))
 
