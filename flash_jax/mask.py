@@ -170,11 +170,11 @@ class Mask:
         """Visible iff `function(batch, head, q_index, kv_index, *operands)`, a scalar function of int32 indices.
 
         `function` is written for one element: each argument is a scalar and the result a boolean scalar, joined with `&`, `|`, `~`
-        (Python's `and`, `or`, `not` cannot be traced). `q_index` is
-        the row number (`q_offset` is not added). Operands are read at the element: `per[n]` says how operand `n` is
-        laid out, `"query"` (`[*batch, q_len]`), `"key"` (`[*batch, kv_len]`), `"head"` (`[*batch, num_heads]`) or
-        `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes over, traced or not, work
-        too; kernels serve them where each is indexed by row, key or head alone (`ids[batch, q_index] == ids[batch, kv_index]`).
+        (Python's `and`, `or`, `not` cannot be traced). `q_index` is the row number (`q_offset` is not added). Operands are read at
+        the element: `per[n]` says how operand `n` is laid out, `"query"` (`[*batch, q_len]`), `"key"` (`[*batch, kv_len]`),
+        `"head"` (`[*batch, num_heads]`) or `"scalar"` (`[*batch]`); leading axes may be left out. Arrays that `function` closes
+        over, traced or not, work too; kernels serve them where each is indexed by row, key or head alone (`ids[batch, q_index] ==
+        ids[batch, kv_index]`).
         """
         if not callable(function):
             raise TypeError(f"Mask.from_function: function must be callable, got {type(function).__name__}.")

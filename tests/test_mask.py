@@ -108,7 +108,7 @@ def test_far_windows_chunks_and_prefixes_do_not_overflow(far):
     for mask in (Mask.chunked(far), Mask.prefix(far), Mask.sliding_window(far, far) & Mask.chunked(far)):
         _, lo, hi = bounds(mask)
         assert ((lo == 0) & (hi == KV_LEN)).all()
-    _, lo, hi = bounds(Mask.prefix(np.array([-far]).clip(-(2**63)).astype(np.int64)))
+    _, lo, hi = bounds(Mask.prefix(np.array([max(-far, -(2**63))])))
     np.testing.assert_array_equal(hi, bounds(Mask.causal())[2])
 
 
