@@ -87,6 +87,23 @@ def test_declines(change, words):
     assert words in tpu.BACKEND.why_not(problem, DEVICE)
 
 
+def test_declines_masks_that_have_no_room_in_the_core():
+    problem = api.prepare(**BY_NAME["full"].build()[0]).problem
+    reason = lambda mask, **sizes: tpu.BACKEND.why_not(dataclasses.replace(problem, mask=problem.mask._replace(**mask), **sizes), DEVICE)
+    assert "8192 x 8192 blocks" in reason({"block_sizes": ((1, 1),)}, q_len=8192, kv_len=8192)
+    assert reason({"block_sizes": ((4, 4),)}, q_len=8192, kv_len=8192) is None
+    x = jnp.ones((2048, 8, 1, 4))
+    dilated = Mask.from_function(lambda b, h, q, k: (q - k) % 3 == 0)
+    assert "1024 batch entries in scalar memory, got 2048" in tpu.BACKEND.why_not(api.prepare(x, x, x, mask=dilated).problem, DEVICE)
+    assert tpu.BACKEND.why_not(api.prepare(x[:1024], x[:1024], x[:1024], mask=dilated).problem, DEVICE) is None
+
+
+def test_a_scale_below_the_smallest_normal_number(kernels):
+    x = jnp.ones((1, 4, 1, 4))
+    out = attention(None, None)(query=x, key=x, value=x, scale=8e-39, is_causal=True)
+    close(jax.tree.leaves(out)[0], jnp.ones_like(x))
+
+
 def test_declines_other_devices_and_functions_that_are_no_arithmetic():
     problem = api.prepare(**BY_NAME["full"].build()[0]).problem
     assert "cpu" in tpu.BACKEND.why_not(problem, Device("cpu", "cpu"))

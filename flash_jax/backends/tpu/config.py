@@ -90,6 +90,7 @@ _KINDS = {
     "TPU7x": "7x",
 }
 KNOWN_KINDS = tuple(_KINDS)
+_MOST_BATCH_IDS = 1024  # a row of 512 bytes each, of 1 MiB: compiled for v5e, 2048 do not fit
 
 
 def _round_up(n: int, to: int) -> int:
@@ -99,6 +100,20 @@ def _round_up(n: int, to: int) -> int:
 def _even(length: int, block: int, multiple: int) -> int:
     """The block nearest below `block` that cuts the length into equal tiles."""
     return _round_up(num_tiles(length, max(num_tiles(length, block), 1)), multiple) or multiple
+
+
+def too_large(problem: Problem, device: Device) -> str | None:
+    """Which operand of the mask has no room in the core's memories, as a sentence, or None."""
+    if problem.mask.functions and problem.batch > _MOST_BATCH_IDS:
+        return (
+            f"mask: a function may ask for one of {_MOST_BATCH_IDS} batch entries in scalar memory, got {problem.batch}; divide the batch."
+        )
+    room = _GENERATIONS[_KINDS[device.kind]].vmem // 4
+    for block_q, block_kv in problem.mask.block_sizes:
+        rows, columns = num_tiles(problem.q_len, block_q), num_tiles(problem.kv_len, block_kv)
+        if _round_up(rows, 8) * _round_up(columns, LANES) * 4 >= room:
+            return f"mask: a map of {rows} x {columns} blocks takes a quarter of the core's memory or more; larger blocks make it smaller."
+    return None
 
 
 def default_config(problem: Problem, device: Device) -> Config:

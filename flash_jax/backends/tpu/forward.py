@@ -19,7 +19,7 @@ from flash_jax.backends.tpu import plan, visit
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
 from flash_jax.backends.tpu.tile import NN, NT, Tile, dot
-from flash_jax.problem import Operands, Problem
+from flash_jax.problem import FLOAT32_TINY, Operands, Problem
 
 Array = jax.Array
 
@@ -31,7 +31,8 @@ def _unit(problem: Problem) -> float | None:
     verbs of `softmax` with fewer operations a score and a row. measured in simulated cycles: 10 % of the forward on v6e.
     """
     plain = problem.logits_soft_cap is None and problem.bias_shape is None
-    return problem.scale * softmax.LOG2E if plain and problem.scale is not None and problem.scale > 0 else None
+    unit = problem.scale * softmax.LOG2E if plain and problem.scale is not None else 0
+    return unit if unit >= FLOAT32_TINY else None
 
 
 def _by_lane(p: Array, lanes: int) -> Array:
