@@ -46,7 +46,8 @@ def attention(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """`(out, lse)` as the module docstring says; out `[batch, q_len, num_heads, v_head_dim]`, lse `[batch, q_len, num_heads]`."""
     acc, group = problem.compute_dtype, problem.group
     seen = visible_scores(problem, operands)
-    used = seen.any((1, 2))[:, :, None, None]  # NaN in a key that no query sees must not reach 0 * NaN
+    by_kv_head = seen.reshape(problem.batch, problem.num_kv_heads, group * problem.q_len, problem.kv_len).any(2)
+    used = by_kv_head.swapaxes(1, 2)[..., None]  # NaN in a key that no query sees must not reach 0 * NaN
     key, value = (jnp.repeat(jnp.where(used, x, jnp.zeros_like(x)), group, axis=2) for x in (operands.key, operands.value))
     einsum = lambda spec, a, b: jnp.einsum(spec, a, b, preferred_element_type=acc, precision=jax.lax.Precision.HIGHEST)
 

@@ -148,7 +148,16 @@ def labels_of_nothing(case):
     return arguments | {"q_segment_ids": jnp.asarray(q_ids), "kv_segment_ids": jnp.asarray(kv_ids)}, dout, dlse
 
 
-POISONED = {"both_lengths_causal": Case.build, "packed": labels_of_nothing}
+def keys_hidden_by_two_rules(case):
+    """Rows before key 20 do not see it by the causal rule, the others not by an array; half of the heads have such a key 45 too."""
+    arguments, dout, dlse = case.build()
+    mask = np.ones((1, case.num_heads, case.q_len, case.kv_len), bool)
+    mask[:, :, 20:, 20] = mask[:, case.num_heads // 2 :, 45:, 45] = False
+    mask[:, 0, 50] = False
+    return arguments | {"mask": jnp.asarray(mask)}, dout, dlse
+
+
+POISONED = {"both_lengths_causal": Case.build, "packed": labels_of_nothing, "gqa": keys_hidden_by_two_rules}
 
 
 @pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.slow)])
@@ -158,11 +167,11 @@ def test_what_stands_in_unseen_rows_and_keys_reaches_no_gradient(name, head_dim)
     arguments, dout, dlse = POISONED[name](case)
     clean = gradients(arguments, dout, dlse, ("query", "key", "value"))
     request = api.prepare(**arguments)
-    visible = np.asarray(reference.visible_scores(request.problem, request.operands))[:, 0]
-    rows, keys = ~visible.any(2), ~visible.any(1)
+    visible = np.asarray(reference.visible_scores(request.problem, request.operands))
+    rows, keys = (~seen.swapaxes(1, 2) for seen in (visible.any(3), visible.reshape(2, case.num_kv_heads, -1, 70).any(2)))
     assert rows.any()
     assert keys.any()
-    spoil = lambda x, where: jnp.where(where[..., None, None], jnp.nan, x)
+    spoil = lambda x, where: jnp.where(where[..., None], jnp.nan, x)
     poisoned = arguments | {
         "query": spoil(arguments["query"], rows),
         "key": spoil(arguments["key"], keys),
@@ -171,7 +180,7 @@ def test_what_stands_in_unseen_rows_and_keys_reaches_no_gradient(name, head_dim)
     wide = {n: x.astype(jnp.float32) if n in ("query", "key", "value") else x for n, x in arguments.items()}
     out, lse = reference_attention(**wide)
     operands = api.prepare(**poisoned).operands
-    args = (out.astype(jnp.bfloat16), lse, spoil(dout, rows).astype(jnp.bfloat16), jnp.where(rows[..., None], jnp.nan, dlse))
+    args = (out.astype(jnp.bfloat16), lse, spoil(dout, rows).astype(jnp.bfloat16), jnp.where(rows, jnp.nan, dlse))
     with interpreted():
         run = jax.jit(lambda *x: backward.backward(request.problem, operands, *x, ("query", "key", "value")))
         spoiled = jax.block_until_ready(run(*args))

@@ -130,7 +130,7 @@ def _dbias(problem: Problem, operands: Operands, rows: Rows, lse: Array, dlse: A
     inputs = _inputs(problem, operands, rows, block_q, block_kv)
     kinds = None
     if inputs.q_lo is not None:
-        kinds = _transposed_kinds(problem, operands, block_q, block_kv)
+        kinds = _transposed_kinds(problem, operands, block_q, block_kv).astype(jnp.int32)
     unused = ("ranges", "lists", "kinds", "seen", "unseen_tiles", "empty_tiles")
     cells = backward_bias.cells(problem, inputs._replace(**dict.fromkeys(unused)), kinds)
     cells = cells if is_copied(operands.bias) else cells.swapaxes(2, 3)
@@ -157,7 +157,9 @@ def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Ar
     if has_bias:
         rows = rows._replace(lost=softmax.any_lost_l(lse).astype(jnp.int32)[None])
         tile = _tile(problem)
-        kinds = _transposed_kinds(problem, operands, *tile) if problem.mask.block_sizes else None  # these walk over hidden blocks too
+        kinds = None
+        if problem.mask.block_sizes:  # these walk over hidden blocks too
+            kinds = _transposed_kinds(problem, operands, *tile).astype(jnp.int32)
         inputs = _inputs(problem, operands, rows, *tile)._replace(pivot=pivot, kinds=kinds)
         pivot, log2_l = backward_states.pivot_and_log2_l(problem, inputs, *tile)
         rows = rows._replace(pivot=pivot, log2_l=log2_l)
@@ -165,7 +167,8 @@ def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Ar
 
 
 def _transposed_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
-    return tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2).astype(jnp.int32)
+    """int8 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]`."""
+    return tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2)
 
 
 def _wide(x: Array, columns: int) -> Array:
@@ -199,12 +202,22 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     if _may_have_empty_rows(problem):
         inputs = inputs._replace(empty_tiles=_tiles_with(pad(rows.empty, {2: q_pad}), block_q))
-    inputs = inputs._replace(**_seen(problem, operands, block_kv))
     if problem.mask.is_interval:
         ranges = schedule.interval_ranges(q_lo, q_hi, block_kv, block_q)
-        return inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
-    inputs = inputs._replace(**_visits(problem, operands, block_q, block_kv))
+        inputs = inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
+        seen = seen_keys(problem, operands)
+        if seen is None:
+            return inputs
+        unseen = _tiles_with(pad(~seen, {1: kv_pad}), block_kv)[:, None]
+        return inputs._replace(seen=pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
+    kinds = _transposed_kinds(problem, operands, block_q, block_kv)
+    if problem.mask.has_patterns:
+        unseen = _tiles_without_proof(problem, kinds)
+    else:
+        unseen = jnp.asarray(unseen_tiles(problem, operands, block_kv))[:, None]
     return inputs._replace(
+        **_visits(problem, kinds),
+        unseen_tiles=unseen,
         functions=tuple(
             functions.as_words(function, arrays, {"query": q_pad, "key": kv_pad})
             for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
@@ -234,25 +247,23 @@ def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
     return pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
 
 
-def _seen(problem: Problem, operands: Operands, block_kv: int) -> dict[str, Array]:
-    """`Inputs.seen` and `Inputs.unseen_tiles`."""
-    if problem.mask.has_labels:
-        return {"unseen_tiles": jnp.asarray(unseen_tiles(problem, operands, block_kv))}
-    seen = seen_keys(problem, operands)
-    if seen is None:
-        return {}
-    kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
-    return {"seen": pad(seen.astype(jnp.int32), {1: kv_pad}), "unseen_tiles": _tiles_with(pad(~seen, {1: kv_pad}), block_kv)}
-
-
 def _tiles_with(x: Array, block: int) -> Array:
     """int32 `[..., tiles]`: nonzero where one of x `[..., tiles * block]` is true."""
     return jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
 
 
-def _visits(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> dict[str, Array | None]:
-    """`Inputs.ranges`, or `Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs."""
-    kinds = tile_kinds(problem, operands, block_q, block_kv).swapaxes(-1, -2)
+def _by_group(problem: Problem, kinds: Array) -> Array:
+    """`[1 | batch, num_heads, ...]` -> `[1 | batch, num_kv_heads, group, ...]`; one head for all stays one."""
+    return kinds.reshape(kinds.shape[0], -1, 1 if kinds.shape[1] == 1 else problem.group, *kinds.shape[2:])
+
+
+def _tiles_without_proof(problem: Problem, kinds: Array) -> Array:
+    """`Inputs.unseen_tiles` by the rule that keys of a tile are seen where one of its scores' tiles is full; kinds: transposed."""
+    return (_by_group(problem, kinds).max((2, -1)) == schedule.PARTIAL).astype(jnp.int32)
+
+
+def _visits(problem: Problem, kinds: Array) -> dict[str, Array | None]:
+    """`Inputs.ranges`, or `Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs. kinds: transposed."""
     if not problem.mask.has_patterns:  # labels, as in the forward
         ranges, _ = schedule.ranges_of_kinds(kinds[:, 0])
         return {"ranges": jnp.stack(ranges, axis=-1)}
@@ -261,7 +272,7 @@ def _visits(problem: Problem, operands: Operands, block_q: int, block_kv: int) -
         kinds = jnp.minimum(kinds, schedule.PARTIAL)
     if kinds.shape[1] > 1 and problem.group > 1:
         by_head = kinds.astype(jnp.int32)
-        grouped = kinds.reshape(kinds.shape[0], problem.num_kv_heads, problem.group, *kinds.shape[2:])
+        grouped = _by_group(problem, kinds)
         low, high = grouped.min(2), grouped.max(2)
         kinds = jnp.where(low == high, low, schedule.PARTIAL)
     lists = schedule.tile_lists(kinds)

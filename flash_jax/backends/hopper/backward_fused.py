@@ -166,7 +166,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             plgpu.barrier_wait(v_bar)
             if g.unseen_tiles is not None:
 
-                @pl.when(tile_math.has_unseen_keys())
+                @pl.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, k_s.at[0, mine], v_s.at[0, mine])
                     meet(both_bar)

@@ -113,7 +113,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def clean_keys(matrix):
             if g.unseen_tiles is not None:
 
-                @pl.when(tile_math.has_unseen_keys())
+                @pl.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, matrix.at[0])
                     meet(both_bar)

@@ -39,8 +39,9 @@ class Inputs(NamedTuple):
     lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
     kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where what is visited may be hidden:
       heads of a group differ.
-    unseen_tiles: int32 `[1 | batch, num_kv_tiles]`, 0 where a query sees each key of the tile; None where that is so in every tile.
-    seen: int32 `[1 | batch, kv_pad]`, nonzero where a query sees the key; None where there are labels, by which a block finds out itself.
+    unseen_tiles: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles]`, 0 where a query sees each key of the tile, or no query sees any; None
+      where that is so in every tile.
+    seen: int32 `[1 | batch, kv_pad]`, nonzero where a query sees the key; None where the mask is no interval, and a block finds out itself.
     empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
     q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
     q_labels, kv_labels: int32 `[1 | batch, 1, q_pad]`, `[1 | batch, kv_pad]`.
@@ -218,9 +219,9 @@ class ScoreTile:
         self.q_lo, self.q_hi = self._keys(refs.q_lo), self._keys(refs.q_hi)
         self.kv_labels = self._keys(refs.kv_labels)
 
-    def has_unseen_keys(self):
+    def has_unseen_keys(self, walk: Walk):
         unseen = self.refs.unseen_tiles
-        return unseen[shared(unseen, 0, self.b), self.kv_tile] != 0
+        return unseen[shared(unseen, 0, self.b), shared(unseen, 1, walk.kv_head), self.kv_tile] != 0
 
     def keep_keys(self, walk: Walk, *refs) -> None:
         """Zero the rows of K, V `[64, head_dim]` that no query of the walk sees."""

@@ -13,7 +13,7 @@ from flash_jax.backends.functions import hoist, why_not
 from flash_jax.problem import Operands, Problem
 from flash_jax.visibility import MaskFunction, by_function
 
-__all__ = ["as_words", "evaluate", "hoist", "kinds", "seen_keys", "why_not"]
+__all__ = ["as_words", "evaluate", "hoist", "kinds", "why_not"]
 
 Array = jax.Array
 
@@ -69,8 +69,3 @@ def kinds(problem: Problem, operands: Operands, n: int, block_q: int, block_kv: 
     inside = lambda length, block, number: np.minimum(block, length - np.arange(number) * block)
     scores = inside(problem.q_len, block_q, tiles[0])[:, None] * inside(problem.kv_len, block_kv, tiles[1])
     return schedule.classify(count > 0, count == scores)
-
-
-def seen_keys(problem: Problem, operands: Operands, n: int) -> Array:
-    """Booleans `[1 | batch, kv_len]`: keys for which function n holds in some row of some head."""
-    return _everywhere(problem, operands, n, problem.q_len, problem.kv_len).any((1, 2))

@@ -1,7 +1,5 @@
 """Host-side preparation that forward and backward share: padding, bounds known before tracing, keys that somebody sees, tile kinds."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,20 +49,9 @@ def _seen_by_bounds(problem: Problem, operands: Operands):
 
 
 def seen_keys(problem: Problem, operands: Operands) -> Array | None:
-    """Booleans `[1 | batch, kv_len]`: every key that a query sees, and few others; None where that is all of them.
-
-    Not for labels, which would have to be sorted: see `unseen_tiles`.
-    """
-    mask, terms = operands.mask, []
+    """Booleans `[1 | batch, kv_len]`, of a mask that is an interval: keys that a query sees; None where that is all of them."""
     seen = _seen_by_bounds(problem, operands)
-    if not isinstance(seen, np.ndarray) or not seen.all():
-        terms.append(jnp.asarray(seen))
-    for dense in mask.dense:
-        terms.append(jnp.broadcast_to(dense.any((1, 2)), (dense.shape[0], problem.kv_len)))
-    terms += [functions.seen_keys(problem, operands, n) for n in range(len(mask.functions))]
-    for blocks, (_, block_kv) in zip(mask.blocks, problem.mask.block_sizes, strict=True):
-        terms.append(jnp.repeat(blocks.any((1, 2)), block_kv, axis=-1)[:, : problem.kv_len])
-    return functools.reduce(jnp.logical_and, terms) if terms else None
+    return None if isinstance(seen, np.ndarray) and seen.all() else jnp.asarray(seen)
 
 
 def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndarray | Array | None:
