@@ -24,19 +24,7 @@ Array = jax.Array
 
 def visible_scores(problem: Problem, operands: Operands) -> Array:
     """Booleans that broadcast to `[batch, num_heads, q_len, kv_len]`: every rule of the mask, and a bias of -inf."""
-    spec, mask = problem.mask, operands.mask
-    q_ids, kv_ids = jnp.arange(problem.q_len, dtype=jnp.int32), jnp.arange(problem.kv_len, dtype=jnp.int32)
-    seen = visibility.in_interval(*visibility.row_bounds(spec, mask, problem.q_len), kv_ids)[:, None]
-    if mask.q_labels is not None and mask.kv_labels is not None:
-        seen &= visibility.equal_labels(mask.q_labels, mask.kv_labels)[:, None]
-    for array in mask.dense:
-        seen &= array
-    for blocks, block_sizes in zip(mask.blocks, spec.block_sizes, strict=True):
-        seen &= visibility.in_blocks(blocks, block_sizes, q_ids, kv_ids)
-    for function, arrays in zip(spec.functions, mask.functions, strict=True):
-        assert mask.batch_ids is not None
-        heads = jnp.arange(problem.num_heads, dtype=jnp.int32)
-        seen &= visibility.by_function(function, mask.batch_ids, heads, q_ids, kv_ids, arrays)
+    seen = visibility.on_all_scores(problem.mask, operands.mask, problem.num_heads, (problem.q_len, problem.kv_len))
     if operands.bias is not None:
         seen &= operands.bias != -jnp.inf
     return jnp.broadcast_to(seen, (problem.batch, problem.num_heads, problem.q_len, problem.kv_len))

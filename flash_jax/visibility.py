@@ -157,6 +157,11 @@ class MaskSpec(NamedTuple):
         return bool(self.num_dense or self.block_sizes or self.functions)
 
     @property
+    def evaluates_scores(self) -> bool:
+        """Boolean arrays or functions, which say nothing of a tile before it is looked at score by score."""
+        return bool(self.num_dense or self.functions)
+
+    @property
     def is_interval(self) -> bool:
         """The interval is all there is."""
         return not (self.has_labels or self.has_patterns)
@@ -236,6 +241,23 @@ def kinds_of_rules(spec: MaskSpec, operands: MaskOperands, lengths: tuple[int, i
     return kinds
 
 
+def on_all_scores(spec: MaskSpec, operands: MaskOperands, num_heads: int, lengths: tuple[int, int]) -> Array:
+    """Booleans `[1 | batch, 1 | num_heads, 1 | q_len, kv_len]`, every rule joined: to be reduced at once if memory is to stay linear."""
+    q_ids, kv_ids = (jnp.arange(n, dtype=jnp.int32) for n in lengths)
+    seen = jnp.ones((1, 1, 1, lengths[1]), bool)
+    if spec.rule is None or not spec.rule.is_trivial:
+        seen &= in_interval(*row_bounds(spec, operands, lengths[0]), kv_ids)[:, None]
+    if operands.q_labels is not None and operands.kv_labels is not None:
+        seen &= equal_labels(operands.q_labels, operands.kv_labels)[:, None]
+    for array in operands.dense:
+        seen &= array
+    for blocks, block_sizes in zip(operands.blocks, spec.block_sizes, strict=True):
+        seen &= in_blocks(blocks, block_sizes, q_ids, kv_ids)
+    for function, arrays in zip(spec.functions, operands.functions, strict=True):
+        seen &= where_it_differs(function, operands.batch_ids, num_heads, q_ids, kv_ids, arrays)
+    return seen
+
+
 def in_interval(kv_lo: Array, kv_hi: Array, kv_ids: Array) -> Array:
     """`[..., block_q]` bounds and `[block_kv]` key positions -> booleans `[..., block_q, block_kv]`."""
     return (kv_lo[..., None] <= kv_ids) & (kv_ids < kv_hi[..., None])
@@ -271,3 +293,11 @@ def by_function(function: MaskFunction, batch: Array, head: Array, q_ids: Array,
     on_tile = jax.vmap(on_tile, (None, 0, None, None, *axes("head")))
     on_tile = jax.vmap(on_tile, (0, None, None, None, *per_batch))
     return on_tile(batch, head, q_ids, kv_ids, *operands)
+
+
+def where_it_differs(function: MaskFunction, batch_ids, num_heads: int, q_ids: Array, kv_ids: Array, operands: tuple[Array, ...]) -> Array:
+    """`by_function` for all batch entries and heads; once for all of those to which the function is the same."""
+    if not function.reads_batch and all(x.shape[0] == 1 for x in operands):
+        batch_ids = batch_ids[:1]
+    heads = jnp.arange(num_heads if function.reads_head else 1, dtype=jnp.int32)
+    return by_function(function, batch_ids, heads, q_ids, kv_ids, operands)

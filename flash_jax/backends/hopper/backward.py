@@ -22,7 +22,17 @@ from flash_jax.backends.hopper import (
     turns,
 )
 from flash_jax.backends.hopper.backward_tile import WARPGROUPS, Inputs, is_copied
-from flash_jax.backends.hopper.host import ROW_TILE, notes, pad, seen_keys, static_bounds, tile_kinds, transposed_bounds, unseen_tiles
+from flash_jax.backends.hopper.host import (
+    ROW_TILE,
+    by_kv_head,
+    notes,
+    pad,
+    seen_keys,
+    static_bounds,
+    tile_kinds,
+    transposed_bounds,
+    unseen_tiles,
+)
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -202,22 +212,22 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     if _may_have_empty_rows(problem):
         inputs = inputs._replace(empty_tiles=_tiles_with(pad(rows.empty, {2: q_pad}), block_q))
+    if problem.mask.is_interval or problem.mask.evaluates_scores:
+        seen = seen_keys(problem, operands)
+        if seen is not None:
+            unseen = _tiles_with(pad(~seen, {2: kv_pad}), block_kv)
+            inputs = inputs._replace(seen=pad(seen.astype(jnp.int32), {2: kv_pad}), unseen_tiles=unseen)
     if problem.mask.is_interval:
         ranges = schedule.interval_ranges(q_lo, q_hi, block_kv, block_q)
-        inputs = inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
-        seen = seen_keys(problem, operands)
-        if seen is None:
-            return inputs
-        unseen = _tiles_with(pad(~seen, {1: kv_pad}), block_kv)[:, None]
-        return inputs._replace(seen=pad(seen.astype(jnp.int32), {1: kv_pad}), unseen_tiles=unseen)
+        return inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
     kinds = _transposed_kinds(problem, operands, block_q, block_kv)
-    if problem.mask.has_patterns:
-        unseen = _tiles_without_proof(problem, kinds)
-    else:
-        unseen = jnp.asarray(unseen_tiles(problem, operands, block_kv))[:, None]
+    if not problem.mask.has_patterns:
+        inputs = inputs._replace(unseen_tiles=jnp.asarray(unseen_tiles(problem, operands, block_kv))[:, None])
+    elif not problem.mask.evaluates_scores:  # a full tile proves its keys seen
+        some_partial = by_kv_head(problem, kinds).max((2, -1)) == schedule.PARTIAL
+        inputs = inputs._replace(unseen_tiles=some_partial.astype(jnp.int32))
     return inputs._replace(
         **_visits(problem, kinds),
-        unseen_tiles=unseen,
         functions=tuple(
             functions.as_words(function, arrays, {"query": q_pad, "key": kv_pad})
             for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
@@ -252,16 +262,6 @@ def _tiles_with(x: Array, block: int) -> Array:
     return jnp.any(x.reshape(*x.shape[:-1], -1, block), axis=-1).astype(jnp.int32)
 
 
-def _by_group(problem: Problem, kinds: Array) -> Array:
-    """`[1 | batch, num_heads, ...]` -> `[1 | batch, num_kv_heads, group, ...]`; one head for all stays one."""
-    return kinds.reshape(kinds.shape[0], -1, 1 if kinds.shape[1] == 1 else problem.group, *kinds.shape[2:])
-
-
-def _tiles_without_proof(problem: Problem, kinds: Array) -> Array:
-    """`Inputs.unseen_tiles` by the rule that keys of a tile are seen where one of its scores' tiles is full; kinds: transposed."""
-    return (_by_group(problem, kinds).max((2, -1)) == schedule.PARTIAL).astype(jnp.int32)
-
-
 def _visits(problem: Problem, kinds: Array) -> dict[str, Array | None]:
     """`Inputs.ranges`, or `Inputs.lists` and `Inputs.kinds`: heads of a group share a list, and look up what differs. kinds: transposed."""
     if not problem.mask.has_patterns:  # labels, as in the forward
@@ -272,7 +272,7 @@ def _visits(problem: Problem, kinds: Array) -> dict[str, Array | None]:
         kinds = jnp.minimum(kinds, schedule.PARTIAL)
     if kinds.shape[1] > 1 and problem.group > 1:
         by_head = kinds.astype(jnp.int32)
-        grouped = _by_group(problem, kinds)
+        grouped = by_kv_head(problem, kinds)
         low, high = grouped.min(2), grouped.max(2)
         kinds = jnp.where(low == high, low, schedule.PARTIAL)
     lists = schedule.tile_lists(kinds)

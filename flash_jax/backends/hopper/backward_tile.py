@@ -35,13 +35,13 @@ class Inputs(NamedTuple):
     lost: int32 `[1]`, with a bias: nonzero where an lse has lost log(l); pivot is m then, and log2_l, float32 like it, log2(l).
     scale: float32 `[1 | batch]`.
     ranges: int32 `[1 | batch, num_kv_tiles, 4]`: `schedule.Ranges` of q tiles.
-    notes: int32 `[1 | batch, num_kv_tiles, num_q_tiles]`, with labels: which of bounds and labels may hide scores, see `host.notes`.
+    notes: int8 `[1 | batch, num_kv_tiles, num_q_tiles]`, with labels: which of bounds and labels may hide scores, see `host.notes`.
     lists: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, 2 + num_q_tiles]`: full_end, end and index of `schedule.TileLists`.
     kinds: int32 `[1 | batch, 1 | num_heads, num_kv_tiles, num_q_tiles]`, kinds of `schedule` where what is visited may be hidden:
       heads of a group differ.
     unseen_tiles: int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles]`, 0 where a query sees each key of the tile, or no query sees any; None
       where that is so in every tile.
-    seen: int32 `[1 | batch, kv_pad]`, nonzero where a query sees the key; None where the mask is no interval, and a block finds out itself.
+    seen: int32 `[1 | batch, 1 | num_kv_heads, kv_pad]`, nonzero where a query sees the key; None where a block has to find out itself.
     empty_tiles: int32 `[batch, num_heads, num_q_tiles]`, nonzero where a row of the tile sees nothing; None where no row can.
     q_lo, q_hi: int32 `[1 | batch, kv_pad]`; no q_hi where no key stops being seen.
     q_labels, kv_labels: int32 `[1 | batch, 1, q_pad]`, `[1 | batch, kv_pad]`.
@@ -225,7 +225,8 @@ class ScoreTile:
 
     def keep_keys(self, walk: Walk, *refs) -> None:
         """Zero the rows of K, V `[64, head_dim]` that no query of the walk sees."""
-        seen = self._seen(walk) if self.refs.seen is None else self._keys(self.refs.seen) != 0
+        seen = self.refs.seen
+        seen = self._seen(walk) if seen is None else self._keys(seen.at[:, shared(seen, 1, walk.kv_head)]) != 0
         for ref in refs:
             keep_rows(ref, seen)
 

@@ -11,7 +11,7 @@ from jax import lax
 from flash_jax import schedule, visibility
 from flash_jax.backends.functions import hoist, why_not
 from flash_jax.problem import Operands, Problem
-from flash_jax.visibility import MaskFunction, by_function
+from flash_jax.visibility import MaskFunction
 
 __all__ = ["as_words", "evaluate", "hoist", "kinds", "why_not"]
 
@@ -52,13 +52,11 @@ def _round(towards: str, x: Array) -> Array:
 def _everywhere(problem: Problem, operands: Operands, n: int, q_pad: int, kv_pad: int) -> Array:
     """Function n on all scores, booleans `[1 | batch, 1 | num_heads, q_pad, kv_pad]`: to be reduced at once, not to be kept."""
     function, arrays = problem.mask.functions[n], operands.mask.functions[n]
-    batch_ids = operands.mask.batch_ids
-    if not function.reads_batch and all(x.shape[0] == 1 for x in arrays):
-        batch_ids = batch_ids[:1]
-    ids = [jnp.arange(n, dtype=jnp.int32) for n in (problem.num_heads if function.reads_head else 1, q_pad, kv_pad)]
+    q_ids, kv_ids = (jnp.arange(n, dtype=jnp.int32) for n in (q_pad, kv_pad))
     padded = as_words(function, arrays, {"query": q_pad, "key": kv_pad})
     padded = tuple(x.astype(given.dtype) for x, given in zip(padded, arrays, strict=True))
-    return by_function(function, batch_ids, *ids, padded) & (ids[1] < problem.q_len)[:, None] & (ids[2] < problem.kv_len)
+    seen = visibility.where_it_differs(function, operands.mask.batch_ids, problem.num_heads, q_ids, kv_ids, padded)
+    return seen & (q_ids < problem.q_len)[:, None] & (kv_ids < problem.kv_len)
 
 
 def kinds(problem: Problem, operands: Operands, n: int, block_q: int, block_kv: int) -> Array:

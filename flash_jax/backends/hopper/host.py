@@ -49,9 +49,21 @@ def _seen_by_bounds(problem: Problem, operands: Operands):
 
 
 def seen_keys(problem: Problem, operands: Operands) -> Array | None:
-    """Booleans `[1 | batch, kv_len]`, of a mask that is an interval: keys that a query sees; None where that is all of them."""
+    """Booleans `[1 | batch, 1 | num_kv_heads, kv_len]`: keys that a query sees; None where that is all of them.
+
+    Where an array or a function has to be evaluated on all scores, so is the whole mask; else it must be an interval.
+    """
+    if problem.mask.evaluates_scores:
+        seen = visibility.on_all_scores(problem.mask, operands.mask, problem.num_heads, (problem.q_len, problem.kv_len))
+        return by_kv_head(problem, seen).any((2, 3))
+    assert problem.mask.is_interval
     seen = _seen_by_bounds(problem, operands)
-    return None if isinstance(seen, np.ndarray) and seen.all() else jnp.asarray(seen)
+    return None if isinstance(seen, np.ndarray) and seen.all() else jnp.asarray(seen)[:, None]
+
+
+def by_kv_head(problem: Problem, x: Array) -> Array:
+    """`[.., 1 | num_heads, ...]` as `[.., 1 | num_kv_heads, 1 | group, ...]`."""
+    return x.reshape(x.shape[0], -1, 1 if x.shape[1] == 1 else problem.group, *x.shape[2:])
 
 
 def unseen_tiles(problem: Problem, operands: Operands, block_kv: int) -> np.ndarray | Array | None:
@@ -95,13 +107,13 @@ def _seen_by_own_row(problem: Problem, operands: Operands) -> Array:
 
 
 def notes(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
-    """Which rules may hide scores of a tile, of a mask with labels: int32 `[1 | batch, num_q_tiles, num_kv_tiles]`.
+    """Which rules may hide scores of a tile, of a mask with labels: int8 `[1 | batch, num_q_tiles, num_kv_tiles]`.
 
     The sum of `BOUNDS` where row bounds may and `LABELS` where labels may.
     """
     kinds = visibility.kinds_of_rules(problem.mask, operands.mask, (problem.q_len, problem.kv_len), (block_q, block_kv))
     by_bounds, by_labels = (jnp.where(kind[:, 0] == schedule.FULL, 0, bit) for kind, bit in zip(kinds, (BOUNDS, LABELS), strict=True))
-    return by_bounds | by_labels
+    return (by_bounds | by_labels).astype(jnp.int8)
 
 
 def tile_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:

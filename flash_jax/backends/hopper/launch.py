@@ -235,7 +235,7 @@ def _masked_steps(ranges: schedule.Ranges, parts: int, clears: bool) -> Masked:
 
 def _notes(problem: Problem, config: Config, operands: Operands, unseen: np.ndarray | Array) -> Array:
     """`Inputs.notes`; unseen: `host.unseen_tiles`. Where V is cleared, bounds are what keeps rows past the end from seeing a key."""
-    unseen = jnp.asarray(unseen)[:, None]
+    unseen = jnp.asarray(unseen, jnp.int8)[:, None]
     if not problem.mask.has_labels:
         return unseen * UNSEEN
     return unseen * (UNSEEN | BOUNDS) | notes(problem, operands, config.block_q, config.block_kv)
