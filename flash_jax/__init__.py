@@ -7,3 +7,5 @@ from flash_jax.mask import Mask as Mask
 from flash_jax.mask import segment_ids as segment_ids
 
 __all__ = ["Mask", "dropout_mask", "explain", "flash_attention", "segment_ids"]
+
+__version__ = "0.1.0"

@@ -131,11 +131,15 @@ def flash_attention(
     return (out, lse) if return_residual else out
 
 
-def explain(query, key, value, bias=None, mask=None, *, implementation=None, return_residual=False, **options) -> dispatch.Explanation:
+def explain(
+    query, key, value, bias=None, mask=None, *, implementation=None, return_residual=False, device=None, **options
+) -> dispatch.Explanation:
     """What `flash_attention` would do with these arguments, without computing anything.
 
     Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, checks them alike, and returns the implementation
     chosen, its tiles and why these, and for each other implementation the reason why it does not run. `print` it.
+    `device` asks for other hardware by the name that JAX gives it, `jax.devices()[0].device_kind` there: "NVIDIA H100 80GB HBM3" or
+    "H100", "TPU v6 lite" or "TPU v6e", "cpu". Tiles are looked up by the whole name.
     """
     inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
     check_flag("return_residual", return_residual)
@@ -156,7 +160,8 @@ def explain(query, key, value, bias=None, mask=None, *, implementation=None, ret
 
     jax.eval_shape(trace, *(x for x, traced in zip(leaves, is_array, strict=True) if traced))
     assert problem is not None
-    return dispatch.choose(problem, dispatch.current_device(query, key, value), implementation)[1]
+    where = dispatch.current_device(query, key, value) if device is None else dispatch.named_device(device)
+    return dispatch.choose(problem, where, implementation)[1]
 
 
 @promoting

@@ -28,14 +28,21 @@ def current_device(*arrays) -> Device:
             return Device(device.platform, device.device_kind)
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
-        platform = "tpu" if abstract.device_kind.startswith("TPU") else "gpu"
-        return Device(getattr(abstract, "platform", None) or platform, abstract.device_kind)
+        device = named_device(abstract.device_kind)
+        return device._replace(platform=getattr(abstract, "platform", None) or device.platform)
     device = jax.config.jax_default_device
     if device is None:
         device = jax.devices()[0]
     elif isinstance(device, str):
         device = jax.devices(device)[0]
     return Device(device.platform, device.device_kind)
+
+
+def named_device(kind: str) -> Device:
+    """The hardware of that name, whether or not it is there."""
+    if not isinstance(kind, str) or not kind:
+        raise TypeError(f"device must be the name of some hardware, such as 'NVIDIA H200', 'TPU v6e' or 'cpu', got {kind!r}.")
+    return Device("cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu", kind)
 
 
 @dataclasses.dataclass(frozen=True)

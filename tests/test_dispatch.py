@@ -71,6 +71,27 @@ def test_explain_agrees_with_the_call_on_arrays_and_tiles():
     assert explain(q, q, q, implementation=("xla",)).implementation == "xla"
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "implementation"),
+    [
+        ("NVIDIA H100 80GB HBM3", Device("gpu", "NVIDIA H100 80GB HBM3"), "hopper"),
+        ("H100", Device("gpu", "H100"), "hopper"),
+        ("NVIDIA A100-SXM4-80GB", Device("gpu", "NVIDIA A100-SXM4-80GB"), "cudnn"),
+        ("TPU v6e", Device("tpu", "TPU v6e"), "tpu"),
+        ("cpu", Device("cpu", "cpu"), "xla"),
+    ],
+)
+def test_explain_of_hardware_that_is_elsewhere(name, device, implementation):
+    explanation = explain(*shapes("bfloat16"), is_causal=True, device=name)
+    assert (explanation.device, explanation.implementation) == (device, implementation)
+
+
+@pytest.mark.parametrize("device", ["", 3])
+def test_a_device_has_a_name(device):
+    with pytest.raises(TypeError, match=f"device must be the name of some hardware, such as 'NVIDIA H200'.*got {device!r}"):
+        explain(*shapes(), device=device)
+
+
 def test_a_backend_is_a_record(monkeypatch):
     """A further implementation is one line in `BACKENDS`; what it cannot serve goes to the next."""
     only_short = dataclasses.replace(

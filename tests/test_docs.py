@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import flash_jax
 from flash_jax.dispatch import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,6 +24,12 @@ def test_programs(page):
 def test_every_implementation_is_documented():
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/implementations.md").read_text(), re.MULTILINE)
     assert set(NAMES) <= set(rows)
+
+
+def test_the_version_is_one():
+    """The package is built with the module's."""
+    assert f"\nversion: {flash_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert flash_jax.__version__ in re.findall("^## .*", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
 
 
 # A figure and its unit, or two with "to" between them; the decimals that are shown are those that must agree.
