@@ -82,12 +82,12 @@ def probs_from_lse(s: Array, pivot: Array, column: Callable[[Array], Array] = la
     return jnp.exp2(s - column(pivot))
 
 
-_LARGE = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
+_LOSES_L = 2.0**13  # |lse| from which its last bit, 2^-11 and more, is no longer small against log(l)
 
 
 def any_lost_l(lse: Array) -> Array:
     """Whether an lse is so large that it has lost log(l): a finite bias of -1e9 on a whole row, say, makes one."""
-    return jnp.any(jnp.isfinite(lse) & (jnp.abs(lse) > _LARGE))
+    return jnp.any(jnp.isfinite(lse) & (jnp.abs(lse) > _LOSES_L))
 
 
 def weights_from_states(m: Array, l: Array) -> tuple[Array, Array]:

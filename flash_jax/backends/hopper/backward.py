@@ -42,8 +42,8 @@ _MAX_KEYS = 64 * _MAX_GRID  # in the smallest key tiles
 _ROWS = 128  # pivot and delta are padded to a multiple: whole tiles of every kernel
 
 
-class Rows(NamedTuple):
-    """What each query row gives to every kernel: `backward_tile.Inputs` has some of it.
+class QuerySide(NamedTuple):
+    """What comes of the queries, for every kernel: `backward_tile.Inputs` has some of it.
 
     pivot, delta, lost, log2_l: with at least as many rows as there. empty: booleans `[batch, num_heads, q_len]`.
     dq: zeros, float32, of the shape of query.
@@ -86,14 +86,14 @@ def backward(
 ) -> dict[str, Array]:
     """Gradients of the operands named in `wanted`; see `backends.base.Backend.backward`."""
     problem, operands = functions.hoist(problem, operands)
-    rows = _rows(problem, operands, out, lse, dout, dlse)
-    gradients = {"bias": _dbias(problem, operands, rows, lse, dlse)} if "bias" in wanted else {}
+    queries = _query_side(problem, operands, out, lse, dout, dlse)
+    gradients = {"bias": _dbias(problem, operands, queries, lse, dlse)} if "bias" in wanted else {}
     names = tuple(name for name in wanted if name != "bias")
     if not names:
         return gradients
     block_q, block_kv = _tile(problem)
-    inputs = _inputs(problem, operands, rows, block_q, block_kv)
-    dq_ref, done_ref = jax.new_ref(rows.dq), None
+    inputs = _inputs(problem, operands, queries, block_q, block_kv)
+    dq_ref, done_ref = jax.new_ref(queries.dq), None
     if problem.deterministic_backward:
         num_q_tiles = schedule.num_tiles(problem.q_len, block_q)
         table = turns.table(inputs.ranges, inputs.lists, schedule.num_tiles(problem.kv_len, block_kv), num_q_tiles)
@@ -128,7 +128,7 @@ def _may_have_empty_rows(problem: Problem) -> bool:
     return not problem.mask.is_interval or bounds is None or bool((bounds[0] >= bounds[1]).any())
 
 
-def _dbias(problem: Problem, operands: Operands, rows: Rows, lse: Array, dlse: Array) -> Array:
+def _dbias(problem: Problem, operands: Operands, queries: QuerySide, lse: Array, dlse: Array) -> Array:
     """The cotangent of the bias, in its own shape and dtype."""
     assert problem.bias_shape is not None and problem.bias_dtype is not None
     if problem.bias_shape[3] == 1 and problem.kv_len != 1:
@@ -137,7 +137,7 @@ def _dbias(problem: Problem, operands: Operands, rows: Rows, lse: Array, dlse: A
         return _sum_to(by_row, problem.bias_shape).astype(problem.bias_dtype)
     block_q = backward_bias.BLOCK_Q[_padded_head_dim(problem)]
     block_kv = backward_bias.BLOCK_KV
-    inputs = _inputs(problem, operands, rows, block_q, block_kv)
+    inputs = _inputs(problem, operands, queries, block_q, block_kv)
     kinds = None
     if inputs.q_lo is not None:
         kinds = _transposed_kinds(problem, operands, block_q, block_kv).astype(jnp.int32)
@@ -152,7 +152,7 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     return x.sum(tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
 
 
-def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Rows:
+def _query_side(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> QuerySide:
     """One pass over out and dout; with a bias, another over the keys for rows whose lse has lost log(l) (`backward_states`)."""
     q_pad = schedule.num_tiles(problem.q_len, _ROWS) * _ROWS
     query, dout = (_wide(x, _padded_head_dim(problem)) for x in (operands.query, dout))
@@ -163,17 +163,17 @@ def _rows(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Ar
     unit = 1 if has_bias else softmax.LOG2E
     pivot, delta, dq = backward_rows.prepare(out, dout, by_row(lse, -jnp.inf), query.shape, unit, may_be_empty)
     delta -= by_row(jnp.where(lse == -jnp.inf, 0, dlse) if may_be_empty else dlse, 0)
-    rows = Rows(query, dout, pivot, delta, lse.transpose(0, 2, 1) == -jnp.inf, dq)
+    queries = QuerySide(query, dout, pivot, delta, lse.transpose(0, 2, 1) == -jnp.inf, dq)
     if has_bias:
-        rows = rows._replace(lost=softmax.any_lost_l(lse).astype(jnp.int32)[None])
+        queries = queries._replace(lost=softmax.any_lost_l(lse).astype(jnp.int32)[None])
         tile = _tile(problem)
         kinds = None
         if problem.mask.block_sizes:  # these walk over hidden blocks too
             kinds = _transposed_kinds(problem, operands, *tile).astype(jnp.int32)
-        inputs = _inputs(problem, operands, rows, *tile)._replace(pivot=pivot, kinds=kinds)
+        inputs = _inputs(problem, operands, queries, *tile)._replace(pivot=pivot, kinds=kinds)
         pivot, log2_l = backward_states.pivot_and_log2_l(problem, inputs, *tile)
-        rows = rows._replace(pivot=pivot, log2_l=log2_l)
-    return rows
+        queries = queries._replace(pivot=pivot, log2_l=log2_l)
+    return queries
 
 
 def _transposed_kinds(problem: Problem, operands: Operands, block_q: int, block_kv: int) -> Array:
@@ -186,19 +186,19 @@ def _wide(x: Array, columns: int) -> Array:
     return pad(x, {1: schedule.num_tiles(x.shape[1], ROW_TILE) * ROW_TILE, 3: columns})
 
 
-def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, block_kv: int) -> Inputs:
+def _inputs(problem: Problem, operands: Operands, queries: QuerySide, block_q: int, block_kv: int) -> Inputs:
     mask, head_dim = operands.mask, _padded_head_dim(problem)
     q_pad = schedule.num_tiles(problem.q_len, block_q) * block_q
     kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
     inputs = Inputs(
-        query=rows.query,
+        query=queries.query,
         key=_wide(operands.key, head_dim),
         value=_wide(operands.value, head_dim),
-        dout=rows.dout,
-        pivot=rows.pivot[:, :, :q_pad],
-        delta=rows.delta[:, :, :q_pad],
-        lost=rows.lost,
-        log2_l=None if rows.log2_l is None else rows.log2_l[:, :, :q_pad],
+        dout=queries.dout,
+        pivot=queries.pivot[:, :, :q_pad],
+        delta=queries.delta[:, :, :q_pad],
+        lost=queries.lost,
+        log2_l=None if queries.log2_l is None else queries.log2_l[:, :, :q_pad],
         scale=operands.scale,
         bias=_bias(operands.bias, q_pad, kv_pad),
         row_keys=None if operands.dropout_row_keys is None else pad(operands.dropout_row_keys, {2: q_pad}),
@@ -211,7 +211,7 @@ def _inputs(problem: Problem, operands: Operands, rows: Rows, block_q: int, bloc
     q_hi = xp.where(q_hi >= problem.q_len, np.int32(q_pad), q_hi)  # rows past the end have pivot +inf: they need no mask
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     if _may_have_empty_rows(problem):
-        inputs = inputs._replace(empty_tiles=_tiles_with(pad(rows.empty, {2: q_pad}), block_q))
+        inputs = inputs._replace(empty_tiles=_tiles_with(pad(queries.empty, {2: q_pad}), block_q))
     if problem.mask.is_interval or problem.mask.evaluates_scores:
         seen = seen_keys(problem, operands)
         if seen is not None:
