@@ -83,6 +83,23 @@ CASES = {
     "dropout": Case(options=lambda: {"is_causal": True, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)}),
     "blocks": Case(traced=(((1, 2, 16, 16), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 128, 128)}),
     "blocks_of_odd_size": Case(traced=(((1, 2, 21, 30), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 100, 70)}),
+    "blocks_large_map": Case(
+        q_len=8192, kv_len=8192, num_heads=1, num_kv_heads=1, batch=1,
+        traced=(((1, 1, 2048, 2048), BOOL),), options=lambda x: {"is_causal": True, "mask": Mask.from_blocks(x, 4, 4)},
+    ),
+    "blocks_of_one_score": Case(
+        q_len=4096, kv_len=4096, num_heads=1, num_kv_heads=1, batch=1,
+        traced=(((1, 1, 4096, 4096), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 1, 1)},
+    ),
+    "function_many_batch_entries": Case(
+        q_len=128, kv_len=128, num_heads=1, num_kv_heads=1, batch=2048, head_dim=64,
+        traced=(((2048, 1), FLOAT), ((2048,), FLOAT)),
+        options=lambda *x: {
+            "mask": Mask.from_function(
+                lambda b, h, q, k, head, scalar: ((q - k) % 3 != b % 2) & (head > scalar), *x, per=("head", "scalar")
+            )
+        },
+    ),
     "function": Case(options=lambda: {"mask": Mask.from_function(lambda b, h, q, k: (q - k) % 3 == 0) & Mask.causal()}),
     "function_with_operands": Case(
         traced=(((2, 2048), INT), ((2048,), INT), ((2,), INT), ((2,), FLOAT)),

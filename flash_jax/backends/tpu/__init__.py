@@ -15,7 +15,7 @@ from flash_jax.backends import functions
 from flash_jax.backends.base import Backend, Device, by_one_rule
 from flash_jax.backends.tpu import backward as _backward
 from flash_jax.backends.tpu import forward as _forward
-from flash_jax.backends.tpu.config import KNOWN_KINDS, LANES, Config, Tiles, default_config, too_large
+from flash_jax.backends.tpu.config import KNOWN_KINDS, LANES, Config, Tiles, default_config
 from flash_jax.problem import Operands, Problem
 
 __all__ = ["BACKEND", "Config", "Tiles"]
@@ -37,7 +37,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         reason = functions.why_not(function)
         if reason:
             return reason
-    return too_large(problem, device)
+    return None
 
 
 def _in_kernel(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:

@@ -3,7 +3,7 @@
 The resident keys are the outer loop, the q tiles of every head of the group the inner one: dk and dv of the resident keys stay in
 float32 in VMEM until all rows have been seen, dq of a q tile until all resident keys have. Nothing is revisited, the schedule is
 the forward's, and a group's dk and dv are summed on the way. Keys that do not fit into VMEM at once are taken slice by slice,
-dq going through memory once a slice. A tile is `[block_kv, block_q]`, so that lse and delta lie along lanes, as they do in memory.
+dq going through memory once a slice.
 
 One fused kernel instead of one for dq and one for dk and dv: five products a tile against seven, and the exponentials once.
 
@@ -20,9 +20,8 @@ from flash_jax.backends.tpu import plan, visit
 from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.dbias import dbias
 from flash_jax.backends.tpu.forward import states
-from flash_jax.backends.tpu.gradients import tile_gradients
+from flash_jax.backends.tpu.gradients import tile_gradients, whole_rows
 from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first, pad_rows, row_of, slice_keys
-from flash_jax.backends.tpu.tile import NN, TN, Tile, dot
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -31,9 +30,9 @@ Array = jax.Array
 def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool, refs: Arrays, out, scratch, ids: Ids):
     """last: number of the last head of a group and of the last q tile."""
     dq_ref, dk_ref, dv_ref = scratch["dq"], scratch["dk"], scratch["dv"]
-    first_tile = 0 if refs.first_tile is None else refs.first_tile[0]
+    first_tile = 0 if refs.first_tile is None else refs.first_tile[0, 0]
     head = lax.rem(ids.h, jnp.int32(problem.group)) if problem.group > 1 else 0
-    scale = refs.scale[0 if refs.scale.shape[0] == 1 else ids.b, 0] if refs.scale is not None else problem.scale
+    scale = problem.scale if refs.scale is None else refs.scale[0, 0]
 
     @pl.when((head == 0) & (ids.i == 0))
     def _():
@@ -44,14 +43,13 @@ def _kernel(problem: Problem, tiles: Tiles, last: tuple[int, int], scaled: bool,
         dq_ref[rows, :] = jnp.zeros_like(dq_ref[rows, :])
 
     def halves(start, rows, what, first):
-        tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=True)
-        gradients = tile_gradients(problem, tile, refs, what)
+        tile, gradients = tile_gradients(problem, tiles, refs, ids, first_tile, start, rows, what)
 
         def rest():
             q, k, dout, p, _, ds = gradients()
-            dv_ref[tile.slice, :] += dot(problem, p, dout, NN)
-            dk_ref[tile.slice, :] += dot(problem, ds, q, NN)
-            dq = dot(problem, ds, k, TN)
+            dv_ref[tile.slice, :] += tile.over_rows(p, dout)
+            dk_ref[tile.slice, :] += tile.over_rows(ds, q)
+            dq = tile.over_keys(ds, k)
             return dq if first else dq_ref[rows, :] + dq
 
         return rest
@@ -103,8 +101,12 @@ def backward(
     """See `base.Backend.backward`."""
     tiles = config.backward
     seen = lse > -jnp.inf  # of the other rows nothing is read: they may be padding
-    delta = jnp.where(seen, (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - dlse, 0)
-    pivot, weight = _row_weights(problem, config, operands, lse, tiles)
+    if whole_rows(problem, tiles):
+        delta, pivot, weight = -dlse, None, None
+    else:
+        delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - dlse
+        pivot, weight = _row_weights(problem, config, operands, lse, tiles)
+    delta = jnp.where(seen, delta, 0)
     hidden_rows, hidden_keys = plan.hides(problem)
     seen_rows = lambda x: jnp.where(seen[..., None], x, 0) if hidden_rows else x
     arrays = arrange(problem, tiles, operands._replace(query=seen_rows(operands.query)))
@@ -118,7 +120,7 @@ def backward(
     if "scale" in wanted:
         dq = gradients["query"]  # of the scaled scores' own query: times q it sums to the scale's gradient, at scale 0 as well
         query = jnp.where(seen[..., None], operands.query.astype(jnp.float32), 0)
-        by_batch = (dq * query).sum((1, 2, 3))
+        by_batch = lax.optimization_barrier((dq * query).sum((2, 3))).sum(1)  # one long sum would round more
         gradients["scale"] = by_batch if operands.scale.shape[0] != 1 else by_batch.sum(keepdims=True)
         gradients["query"] = (dq * operands.scale[:, None, None, None]).astype(problem.dtype)
     if "bias" in wanted:
@@ -168,7 +170,7 @@ def _dq_dk_dv(problem: Problem, tiles: Tiles, vmem: int, arrays: Arrays, *, unsc
         dq, by_slice = lax.scan(add_slice, jnp.zeros(arrays.query.shape, jnp.float32), jnp.arange(slices, dtype=jnp.int32))
         dk, dv = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[-1]) for x in by_slice)
         if not unscaled:
-            scale = problem.scale if arrays.scale is None else arrays.scale[:, :, None, None]
+            scale = problem.scale if arrays.scale is None else arrays.scale[..., None]
             dq = (dq * scale).astype(problem.dtype)
     cut = lambda x, length: heads_first(x[:, :, :length])
     return {"query": cut(dq, problem.q_len), "key": cut(dk, problem.kv_len), "value": cut(dv, problem.kv_len)}

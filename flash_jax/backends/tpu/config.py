@@ -9,6 +9,7 @@ from flash_jax.schedule import num_tiles
 
 MIB = 2**20
 LANES = 128
+BYTE_ROWS = 32  # of a register of int8
 PIECE = 256  # rows of a piece: with fewer there is as much to load into the MXU as to stream past it, and more code
 
 
@@ -90,7 +91,6 @@ _KINDS = {
     "TPU7x": "7x",
 }
 KNOWN_KINDS = tuple(_KINDS)
-_MOST_BATCH_IDS = 1024  # a row of 512 bytes each, of 1 MiB: compiled for v5e, 2048 do not fit
 
 
 def _round_up(n: int, to: int) -> int:
@@ -100,20 +100,6 @@ def _round_up(n: int, to: int) -> int:
 def _even(length: int, block: int, multiple: int) -> int:
     """The block nearest below `block` that cuts the length into equal tiles."""
     return _round_up(num_tiles(length, max(num_tiles(length, block), 1)), multiple) or multiple
-
-
-def too_large(problem: Problem, device: Device) -> str | None:
-    """Which operand of the mask has no room in the core's memories, as a sentence, or None."""
-    if problem.mask.functions and problem.batch > _MOST_BATCH_IDS:
-        return (
-            f"mask: a function may ask for one of {_MOST_BATCH_IDS} batch entries in scalar memory, got {problem.batch}; divide the batch."
-        )
-    room = _GENERATIONS[_KINDS[device.kind]].vmem // 4
-    for block_q, block_kv in problem.mask.block_sizes:
-        rows, columns = num_tiles(problem.q_len, block_q), num_tiles(problem.kv_len, block_kv)
-        if _round_up(rows, 8) * _round_up(columns, LANES) * 4 >= room:
-            return f"mask: a map of {rows} x {columns} blocks takes a quarter of the core's memory or more; larger blocks make it smaller."
-    return None
 
 
 def default_config(problem: Problem, device: Device) -> Config:
@@ -132,13 +118,13 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
         block_q, block_kv = min(block_q, by_label), min(block_kv, by_label)
     wide = 4 if problem.dtype.itemsize != 2 or problem.dtype.kind == "f" else 2
     row = _round_up(problem.head_dim, LANES) + _round_up(problem.v_head_dim, LANES)  # q, out and dout, or k and v
-    columns = (problem.bias_shape is not None) * 4 + problem.mask.num_dense
-    area = (5 if backward else 4) * 4 + columns * 4  # live copies of a tile of scores and what lies beside it
+    columns, maps = (problem.bias_shape is not None) * 4 + problem.mask.num_dense, problem.mask.block_sizes
+    area = (5 if backward else 4) * 4 + (columns + len(maps)) * 4  # live copies of a tile of scores and what lies beside it
     a_key = row * (2 * wide + (4 + 2 * wide if backward else 0)) + 64
     left = lambda: vmem - block_q * block_kv * area - block_q * row * (wide * 4 + 8)
     if problem.mask.num_dense or problem.bias_shape or problem.mask.functions or wide == 4:
         block_q, block_kv, unroll = min(block_q, 512), min(block_kv, 512), 1
-    for sizes in problem.mask.block_sizes:  # a tile of many blocks of a map is rarely empty
+    for sizes in maps:  # a tile of many blocks of a map is rarely empty
         block_q, block_kv = (min(n, max(_round_up(size, LANES), PIECE)) for n, size in zip((block_q, block_kv), sizes, strict=True))
     if problem.block_sizes:
         block_q, block_kv = problem.block_sizes
@@ -151,7 +137,9 @@ def _tiles(problem: Problem, preferred: _Preferred, vmem: int, *, backward: bool
     if problem.q_len <= 64 and not backward:
         block_q = _round_up(max(problem.q_len, 1), 32)
     block_kv = _even(problem.kv_len, block_kv, LANES)
-    most = max(left() // (a_key + 2 * columns * block_q) // block_kv, 1)
+    rows_of_map = lambda size: _round_up(num_tiles(block_q, size) + 1, BYTE_ROWS)
+    a_key += 2 * columns * block_q + sum(num_tiles(2 * rows_of_map(rows), keys) for rows, keys in maps)
+    most = max(left() // a_key // block_kv, 1)
     tiles = max(num_tiles(problem.kv_len, block_kv), 1)
     piece = PIECE // 2 if problem.mask.has_labels and not backward else PIECE
     pieces = max(block_q // piece, 1)

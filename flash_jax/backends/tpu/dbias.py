@@ -14,8 +14,8 @@ from flash_jax import schedule
 from flash_jax.backends.tpu import visit
 from flash_jax.backends.tpu.config import Config, Tiles
 from flash_jax.backends.tpu.gradients import tile_gradients
-from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, call
-from flash_jax.backends.tpu.tile import Tile, transpose
+from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, block_maps, call
+from flash_jax.backends.tpu.tile import transpose
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -35,8 +35,10 @@ def _kernel(problem: Problem, tiles: Tiles, shared: tuple[int, ...], sizes, refs
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def step(start, rows, what):
-        tile = Tile(problem, tiles, refs, ids, ids.c, start, what.width, rows, keys_first=True)
-        dlogits = transpose(tile_gradients(problem, tile, refs, what)()[4])
+        tile, gradients = tile_gradients(problem, tiles, refs, ids, ids.c, start, rows, what)
+        dlogits = gradients()[4]
+        if tile.keys_first:
+            dlogits = transpose(dlogits)
         for axis in (0, 1):
             if acc_ref.shape[axis] == 1:
                 dlogits = dlogits.sum(axis, keepdims=True)
@@ -54,6 +56,7 @@ def dbias(problem: Problem, config: Config, operands: Operands, arrays: Arrays) 
     """From the arrays of the backward; `[1 | batch, 1 | heads, 1 | q_len, 1 | kv_len]`."""
     assert problem.bias_shape is not None and operands.bias is not None
     tiles = dataclasses.replace(config.backward, resident=config.backward.block_kv, unroll=1, pieces=0)
+    arrays = arrays._replace(blocks=block_maps(problem, tiles, operands))
     num_kv = schedule.num_tiles(problem.kv_len, tiles.block_kv)
     sizes = (problem.batch, problem.num_heads, arrays.query.shape[2] // tiles.block_q, num_kv)
     shared = tuple(axis for axis in range(4) if arrays.bias.shape[axis] == 1)

@@ -18,7 +18,7 @@ from flash_jax import schedule, softmax
 from flash_jax.backends.tpu import plan, visit
 from flash_jax.backends.tpu.config import Tiles
 from flash_jax.backends.tpu.launch import Arrays, Grid, Ids, arrange, call, heads_first
-from flash_jax.backends.tpu.tile import NN, NT, Tile, dot
+from flash_jax.backends.tpu.tile import Tile
 from flash_jax.problem import FLOAT32_TINY, Operands, Problem
 
 Array = jax.Array
@@ -85,12 +85,12 @@ def _kernel(problem: Problem, tiles: Tiles, slices: int, refs: Arrays, out, scra
 
     def halves(start, rows, what, first):
         tile = Tile(problem, tiles, refs, ids, first_tile, start, what.width, rows, keys_first=False)
-        qk = dot(problem, refs.query[rows, :], refs.key[tile.slice, :], NT)
+        qk = tile.product(refs.query[rows, :], refs.key[tile.slice, :])
 
         def rest():
             of_bands = [probabilities(tile.of(band), tile.scores_of(qk, band), band, first) for band in what.bands]
             p, m, l, alpha = zip(*of_bands, strict=True)
-            acc = dot(problem, tile.join(p, what.bands), refs.value[tile.slice, :], NN)
+            acc = tile.over_keys(tile.join(p, what.bands), refs.value[tile.slice, :])
             if not first:
                 acc += acc_ref[rows, :] * wide(jnp.concatenate(alpha), problem.v_head_dim)
             return jnp.concatenate(m), jnp.concatenate(l), acc

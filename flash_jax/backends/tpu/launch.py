@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flash_jax import schedule
 from flash_jax.backends.tpu import kinds, plan
-from flash_jax.backends.tpu.config import Tiles
+from flash_jax.backends.tpu.config import BYTE_ROWS, LANES, Tiles
 from flash_jax.problem import Operands, Problem
 
 Array = jax.Array
@@ -28,7 +30,8 @@ class Arrays(NamedTuple):
 
     query `[batch, heads, q_len, head_dim]`; key, value `[batch, kv_heads, kv_len, head_dim | v_head_dim]`.
     kinds: int32 `[1 | batch, 1 | heads, q tiles, 1, kv tiles + 2]`, see `kinds.kinds`, or None where the static rule is the whole mask.
-    first_tile: int32 `[1]`, number of the first resident key tile of a slice of the keys, or None.
+    first_tile: int32 `[1, 1]`, number of the first resident key tile of a slice of the keys, or None.
+    scale, batch_ids `[1 | batch, 1, 1]`. blocks: see `block_map`.
     dout `[batch, heads, q_len, v_head_dim]`; pivot, weight, delta `[batch, heads, 1, q_len]`: for the backward.
     The rest as in `Operands` and `MaskOperands`, a row of numbers having an axis of 1 before it.
     """
@@ -55,27 +58,30 @@ class Arrays(NamedTuple):
     delta: Any = None
 
 
-# How the axes of each field are read: b, h, g: the current batch entry, head, kv head; i: q tile; q, k: the rows and the resident
-# keys of the tile; a dot: whole. None: all of it, in SMEM, read as scalars.
+# How the axes of each field are read: b, h, g: the current batch entry, head, kv head; i, c: q tile, slice of the keys; q, k: the rows
+# and the resident keys of the tile; a dot: whole; a colon: whole, in scalar memory.
 _AXES = Arrays(
     query="bhq.",
     key="bgk.",
     value="bgk.",
-    kinds="bhi..",
+    kinds="bhi::",
+    first_tile="::",
+    scale="b::",
+    batch_ids="b::",
     bias="bhqk",
     kv_lo="b.q",
     kv_hi="b.q",
     q_labels="b.q",
     kv_labels="b.k",
     dense="bhqk",
-    blocks="bh..",
+    blocks="bhic..",
     row_keys="bh.q",
     dout="bhq.",
     pivot="bh.q",
     weight="bh.q",
     delta="bh.q",
 )
-_AXES_OF_KIND = {"query": "b.q", "key": "b.k", "head": None, "scalar": None}
+_AXES_OF_KIND = {"query": "b.q", "key": "b.k", "head": "b::", "scalar": "b::"}
 
 
 def axes_of(problem: Problem) -> Arrays:
@@ -150,7 +156,8 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
     row = lambda x: _pad(_word(x)[:, None], -1, tiles.block_q)
     keys = lambda x: _pad(_word(x)[:, None], -1, block_kv)
     tiled = lambda x: _shared_or(-1, block_kv, _shared_or(-2, tiles.block_q, x))
-    by_kind = {"query": row, "key": keys, "head": _word, "scalar": lambda x: _word(x)[:, None]}
+    scalar = lambda x: x[:, None, None]
+    by_kind = {"query": row, "key": keys, "head": lambda x: _word(x)[:, None], "scalar": lambda x: scalar(_word(x))}
     bias = operands.bias
     if bias is not None and bias.dtype != jnp.bfloat16:
         bias = bias.astype(jnp.float32)
@@ -159,15 +166,15 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
         key=_pad(heads_first(operands.key), -2, block_kv),
         value=_pad(heads_first(operands.value), -2, block_kv),
         kinds=kinds.kinds(problem, tiles, operands),
-        scale=optional(lambda x: x[:, None], operands.scale),
-        batch_ids=optional(lambda x: x[:, None], mask.batch_ids),
+        scale=optional(scalar, operands.scale),
+        batch_ids=optional(scalar, mask.batch_ids),
         bias=optional(tiled, bias),
         kv_lo=optional(row, mask.kv_lo),
         kv_hi=optional(row, mask.kv_hi),
         q_labels=optional(row, mask.q_labels),
         kv_labels=optional(keys, mask.kv_labels),
         dense=tuple(tiled(x.astype(jnp.int8)) for x in mask.dense),
-        blocks=tuple(x.astype(jnp.float32) for x in mask.blocks),
+        blocks=block_maps(problem, tiles, operands),
         functions=tuple(
             tuple(by_kind[kind](x) for kind, x in zip(function.kinds, arrays, strict=True))
             for function, arrays in zip(problem.mask.functions, mask.functions, strict=True)
@@ -176,16 +183,36 @@ def arrange(problem: Problem, tiles: Tiles, operands: Operands) -> Arrays:
     )
 
 
+def block_maps(problem: Problem, tiles: Tiles, operands: Operands) -> tuple[Array, ...]:
+    """int8 `[1 | batch, 1 | heads, q tiles, slices, rows, columns]`: the part of each map that a q tile has with a slice of the keys.
+
+    The first row and column are those of the tile's first row and the slice's first key, which may begin within a block.
+    """
+
+    def cut(x, axis, length, tile, size, multiple):
+        first = np.arange(schedule.num_tiles(length, tile)) * tile
+        most = ((first + tile - 1) // size - first // size).max() + 1
+        parts = first[:, None] // size + np.arange(schedule.num_tiles(most, multiple) * multiple)
+        return jnp.take(x, parts, axis, mode="clip")
+
+    def parts(x, sizes):
+        of_rows = cut(x.astype(jnp.int8), 2, problem.q_len, tiles.block_q, sizes[0], BYTE_ROWS)
+        return cut(of_rows, 4, problem.kv_len, tiles.resident, sizes[1], LANES).swapaxes(3, 4)
+
+    return tuple(map(parts, operands.mask.blocks, problem.mask.block_sizes))
+
+
 def slice_keys(problem: Problem, tiles: Tiles, arrays: Arrays, c: Array) -> Arrays:
     """The arrays with only slice `c` of the keys."""
 
     def one(axes, x):
-        if axes is None or "k" not in axes or x.shape[axes.index("k")] == 1:
-            return x
-        return lax.dynamic_slice_in_dim(x, c * tiles.resident, tiles.resident, axes.index("k"))
+        for letter, size in (("k", tiles.resident), ("c", 1)):
+            if letter in axes and x.shape[axes.index(letter)] != 1:
+                return lax.dynamic_slice_in_dim(x, c * size, size, axes.index(letter))
+        return x
 
     sliced = _map(one, axes_of(problem), arrays)
-    return sliced._replace(first_tile=(c * tiles.tiles_resident).astype(jnp.int32)[None])
+    return sliced._replace(first_tile=(c * tiles.tiles_resident).astype(jnp.int32)[None, None])
 
 
 def _map(function, axes, arrays):
@@ -194,13 +221,13 @@ def _map(function, axes, arrays):
 
 
 def _fill(axes, arrays):
-    """`axes` in the structure of `arrays`, scalars as the empty string."""
+    """`axes` in the structure of `arrays`."""
     if arrays is None:
         return None
     if isinstance(arrays, tuple):
-        filled = [_fill(a, x) for a, x in zip(axes if axes is not None else (None,) * len(arrays), arrays, strict=True)]
+        filled = [_fill(a, x) for a, x in zip(axes, arrays, strict=True)]
         return type(arrays)(*filled) if hasattr(arrays, "_fields") else tuple(filled)
-    return axes or ""
+    return axes
 
 
 def block(axes: str, shape: tuple[int, ...], problem: Problem, tiles: Tiles, grid: Grid, held: Callable | None = None) -> pl.BlockSpec:
@@ -208,11 +235,9 @@ def block(axes: str, shape: tuple[int, ...], problem: Problem, tiles: Tiles, gri
 
     held: turns `Ids` into the slice of the keys to hold, so that one that is not visited need not be fetched.
     """
-    if not axes:
-        return pl.BlockSpec(memory_space=pltpu.SMEM)
-    sizes = {"b": None, "h": None, "g": None, "i": None, "q": tiles.block_q, "k": tiles.resident}
-    shared = [letter in "bhqk" and n == 1 for letter, n in zip(axes, shape, strict=True)]
-    whole = [letter == "." for letter in axes]
+    sizes = {"b": None, "h": None, "g": None, "i": None, "c": None, "q": tiles.block_q, "k": tiles.resident}
+    shared = [letter in "bhcqk" and n == 1 for letter, n in zip(axes, shape, strict=True)]
+    whole = [letter in ".:" for letter in axes]
     shape_of_block = tuple(
         n if w else (1 if letter in "qk" else None) if s else sizes[letter]
         for letter, n, s, w in zip(axes, shape, shared, whole, strict=True)
@@ -221,10 +246,10 @@ def block(axes: str, shape: tuple[int, ...], problem: Problem, tiles: Tiles, gri
     def index(*counters):
         ids = grid.ids(*counters)
         at = {"b": ids.b, "h": ids.h, "g": plan.divide(ids.h, problem.group), "i": ids.i, "q": ids.i}
-        at["k"] = held(ids) if held and "k" in axes else ids.c
+        at["k"] = at["c"] = held(ids) if held and ("k" in axes or "c" in axes) else ids.c
         return tuple(0 if s or w else at[letter] for letter, s, w in zip(axes, shared, whole, strict=True))
 
-    return pl.BlockSpec(shape_of_block, index, memory_space=pltpu.SMEM if "i" in axes else pltpu.VMEM)
+    return pl.BlockSpec(shape_of_block, index, memory_space=pltpu.SMEM if ":" in axes else pltpu.VMEM)
 
 
 def call(

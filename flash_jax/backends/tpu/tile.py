@@ -8,11 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout
-from flash_jax.backends.tpu import edge
+from flash_jax.backends.tpu import edge, plan
 from flash_jax.backends.tpu.config import LANES, Tiles
 from flash_jax.backends.tpu.launch import Arrays, Ids
 from flash_jax.logits import logits
 from flash_jax.problem import Problem
+from flash_jax.schedule import num_tiles
 
 Array = jax.Array
 
@@ -58,7 +59,8 @@ class Tile:
     def num_rows(self) -> int:
         return self.rows.stop - self.rows.start
 
-    def _row(self, ref) -> Array:
+    def row(self, ref) -> Array:
+        """Numbers a row, from `[1, block_q]`."""
         x = ref[:, self.rows]
         if self.keys_first:
             return x
@@ -101,10 +103,19 @@ class Tile:
 
     @property
     def scale(self):
-        return self.problem.scale if self.refs.scale is None else self._of_batch(self.refs.scale)
+        return self.problem.scale if self.refs.scale is None else self.refs.scale[0, 0]
 
-    def _of_batch(self, ref):
-        return ref[0 if ref.shape[0] == 1 else self.ids.b, 0]
+    def product(self, of_rows: Array, of_keys: Array) -> Array:
+        """A tile of the inner products of `[rows, dim]` and `[width, dim]`."""
+        return dot(self.problem, of_keys, of_rows, NT) if self.keys_first else dot(self.problem, of_rows, of_keys, NT)
+
+    def over_rows(self, x: Array, of_rows: Array) -> Array:
+        """`[width, dim]`: a tile's numbers times `[rows, dim]`, summed over the rows."""
+        return dot(self.problem, x, of_rows, NN if self.keys_first else TN)
+
+    def over_keys(self, x: Array, of_keys: Array) -> Array:
+        """`[rows, dim]`: a tile's numbers times `[width, dim]`, summed over the keys."""
+        return dot(self.problem, x, of_keys, TN if self.keys_first else NN)
 
     def logits(self, qk: Array) -> tuple[Array, Array | None]:
         """See `flash_jax.logits.logits`."""
@@ -153,7 +164,7 @@ class Tile:
         if self.bias is not None:
             terms.append(self.bias != -jnp.inf)
         if cut.lower or cut.upper:
-            kv_lo, kv_hi = (self._row(refs.kv_lo), self._row(refs.kv_hi)) if spec.rule is None else spec.rule.unclipped(self.q_ids)
+            kv_lo, kv_hi = (self.row(refs.kv_lo), self.row(refs.kv_hi)) if spec.rule is None else spec.rule.unclipped(self.q_ids)
             if cut.lower and kv_lo is not None:
                 terms.append(self.kv_ids >= kv_lo)
             if cut.upper and kv_hi is not None:
@@ -163,27 +174,33 @@ class Tile:
         if not cut.others:
             return terms
         if spec.has_labels:
-            terms.append(self._row(refs.q_labels) == self._key(refs.kv_labels))
+            terms.append(self.row(refs.q_labels) == self._key(refs.kv_labels))
         terms += [self._both(ref) != 0 for ref in refs.dense]
         terms += [self._in_blocks(ref, sizes) for ref, sizes in zip(refs.blocks, spec.block_sizes, strict=True)]
         terms += [self._by_function(n) for n in range(len(spec.functions))]
         return terms
 
     def _in_blocks(self, ref, sizes: tuple[int, int]) -> Array:
-        """A block map at the tile's rows and keys, picked by two products with 0 and 1: a kernel has no gather."""
-        rows, keys = ref.shape
+        """A block map (`launch.block_maps`) at the tile's rows and keys, picked by two products with 0 and 1: a kernel has no gather."""
+        rows, columns = ref.shape
+        width = min(columns, LANES * num_tiles(LANES + num_tiles(self.num_keys, sizes[1]), LANES))  # from a whole register on
+        first_row = plan.divide(self.ids.i * self.tiles.block_q, sizes[0])
+        resident, first_column = (plan.divide(key, sizes[1]) for key in (self.first_tile * self.tiles.block_kv, self.first_key))
+        begin = jnp.minimum(plan.divide(first_column - resident, LANES) * LANES, columns - width) if width < columns else 0
+        part = ref[:, pl.ds(pl.multiple_of(begin, LANES), width)].astype(jnp.float32)
+        first_column = resident + begin
 
-        def chosen(ids, size, n, along):  # [len, n] or [n, len]: which block each id lies in
-            first = lax.broadcasted_iota(jnp.int32, (1, n) if along == 0 else (n, 1), 1 - along) * size
-            return ((ids >= first) & (ids < first + size)).astype(jnp.float32)
+        def chosen(ids, size, first, n, along):  # [len, n] or [n, len]: which block each id lies in
+            begin = (first + lax.broadcasted_iota(jnp.int32, (1, n) if along == 0 else (n, 1), 1 - along)) * size
+            return ((ids >= begin) & (ids < begin + size)).astype(jnp.float32)
 
         exact = functools.partial(lax.dot_general, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         nn, nt = (NN, ((), ())), (NT, ((), ()))
         if self.keys_first:
-            of_keys, of_rows = chosen(self.kv_ids, sizes[1], keys, 0), chosen(self.q_ids, sizes[0], rows, 1)
-            return exact(exact(of_keys, ref[...], nt), of_rows, nn) > 0.5
-        of_rows, of_keys = chosen(self.q_ids, sizes[0], rows, 0), chosen(self.kv_ids, sizes[1], keys, 1)
-        return exact(exact(of_rows, ref[...], nn), of_keys, nn) > 0.5
+            of_keys, of_rows = chosen(self.kv_ids, sizes[1], first_column, width, 0), chosen(self.q_ids, sizes[0], first_row, rows, 1)
+            return exact(exact(of_keys, part, nt), of_rows, nn) > 0.5
+        of_rows, of_keys = chosen(self.q_ids, sizes[0], first_row, rows, 0), chosen(self.kv_ids, sizes[1], first_column, width, 1)
+        return exact(of_rows, exact(part, of_keys, nn), nn) > 0.5
 
     def _by_function(self, n: int) -> Array:
         function = self.problem.mask.functions[n]
@@ -193,25 +210,25 @@ class Tile:
         def read(kind, dtype, ref):
             match kind:
                 case "query":
-                    x = full(self._row(ref))
+                    x = full(self.row(ref))
                 case "key":
                     x = full(self._key(ref))
                 case "head":
-                    x = ref[0 if ref.shape[0] == 1 else self.ids.b, self.ids.h]
+                    x = ref[0, self.ids.h]
                 case _:
-                    x = self._of_batch(ref)
+                    x = ref[0, 0]
             return x != 0 if dtype == jnp.bool_ else lax.bitcast_convert_type(x, dtype) if dtype == jnp.uint32 else x
 
         operands = map(read, function.kinds, dtypes, self.refs.functions[n])
         by_tile = [0 if kind in ("query", "key") else None for kind in function.kinds]
         evaluate = jax.vmap(jax.vmap(function, (None, None, 0, 0, *by_tile)), (None, None, 0, 0, *by_tile))
-        batch = self._of_batch(self.refs.batch_ids)
+        batch = self.refs.batch_ids[0, 0]
         return evaluate(batch, jnp.asarray(self.ids.h, jnp.int32), full(self.q_ids), full(self.kv_ids), *operands)
 
     def drop(self, x: Array) -> Array:
         """Dropout: kept entries times `1 / (1 - rate)`, others 0."""
         if self.refs.row_keys is None:
             return x
-        row_keys = lax.bitcast_convert_type(self._row(self.refs.row_keys), jnp.uint32)
+        row_keys = lax.bitcast_convert_type(self.row(self.refs.row_keys), jnp.uint32)
         kept = dropout.keep(row_keys, self.kv_ids, self.problem.dropout_rate)
         return jnp.where(kept, x * (1 / (1 - self.problem.dropout_rate)), 0)
