@@ -5,6 +5,7 @@ not exist. Memory is linear.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 
@@ -84,12 +85,12 @@ CASES = {
     "blocks": Case(traced=(((1, 2, 16, 16), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 128, 128)}),
     "blocks_of_odd_size": Case(traced=(((1, 2, 21, 30), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 100, 70)}),
     "blocks_large_map": Case(
-        q_len=8192, kv_len=8192, num_heads=1, num_kv_heads=1, batch=1,
-        traced=(((1, 1, 2048, 2048), BOOL),), options=lambda x: {"is_causal": True, "mask": Mask.from_blocks(x, 4, 4)},
+        q_len=16384, kv_len=16384, num_heads=1, num_kv_heads=1, batch=1,
+        traced=(((1, 1, 4096, 4096), BOOL),), options=lambda x: {"is_causal": True, "mask": Mask.from_blocks(x, 4, 4)},
     ),
     "blocks_of_one_score": Case(
-        q_len=4096, kv_len=4096, num_heads=1, num_kv_heads=1, batch=1,
-        traced=(((1, 1, 4096, 4096), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 1, 1)},
+        q_len=2048, kv_len=2048, num_heads=1, num_kv_heads=1, batch=1,
+        traced=(((1, 1, 2048, 2048), BOOL),), options=lambda x: {"mask": Mask.from_blocks(x, 1, 1)},
     ),
     "function_many_batch_entries": Case(
         q_len=128, kv_len=128, num_heads=1, num_kv_heads=1, batch=2048, head_dim=64,
@@ -171,6 +172,8 @@ def test_compiles(generation, name):
         assert kernel in text
     memory = compiled.memory_analysis()
     in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    if name.startswith("blocks"):  # of a map, sums over its rows and columns, in three words a block
+        in_and_out += 4 * sum(math.prod(shape) for shape, _ in CASES[name].traced)
     # Copies in the kernels' layout: head_dim is padded to 128 lanes, float16 is widened; 32 MiB are for what is small.
     padding = max(128 / CASES[name].head_dim, 1) * (2 if CASES[name].dtype == "float16" else 1)
     assert memory.temp_size_in_bytes <= 3 * padding * in_and_out + 2**25
