@@ -61,7 +61,8 @@ def _add_product(access, read, write, *, acc, a, b, b_transforms):
     at = access(acc, ())
     old = read(acc, at)[0]
     b = np.asarray(read(b, access(b, b_transforms))[0])
-    write(acc, at, old + np.matmul(np.asarray(a).astype(old.dtype), b.astype(old.dtype)))
+    with np.errstate(invalid="ignore", over="ignore"):  # of a row that is lost
+        write(acc, at, old + np.matmul(np.asarray(a).astype(old.dtype), b.astype(old.dtype)))
 
 
 @_on_host
@@ -160,6 +161,12 @@ def _start_product(a_ref, b_ref):
     return pl.run_scoped(product, plgpu.ACC((a_ref.shape[-2], b_ref.shape[-2]), jnp.float32))
 
 
+def _raise_flag(flag, rows):
+    @pl.when(rows.any())
+    def _():
+        flag[...] = jnp.int32(1)
+
+
 @jax.named_scope(_TURNS)
 def _await_count(ref, count, seen):
     """Blocks run one after the other here: a turn that has not come never would, and reads out of bounds, which is an error."""
@@ -185,11 +192,11 @@ def _mark_columns(p, marks):
     used = (p != 0).any(0).reshape(-1, 4, 2)  # group of eight columns, lane mod 4, element
     bits = jnp.int32(1) << (2 * jnp.arange(used.shape[0])[:, None] + jnp.arange(2))
     words = jnp.where(used, bits[:, None, :], 0).sum((0, 2), dtype=jnp.int32)
-    marks[...] = jnp.zeros((4, 4), jnp.int32).at[0].set(words)
+    marks[: clean.MARKS] = jnp.zeros((clean.MARKS,), jnp.int32).at[:4].set(words)
 
 
 def _clear_rows(marks, v, swizzle, share, shares):
-    words = lax.reduce_or(marks[...], (0, 1))
+    words = lax.reduce_or(marks[:, : clean.MARKS].reshape(-1, 4), (0,))
     row = jnp.arange(v.shape[0])
     used = (words[row % 8 // 2] >> (2 * (row // 8) + row % 2)) & 1
     piece = swizzle // v.dtype.itemsize
@@ -217,6 +224,7 @@ def interpreted(multiprocessors: int = 3):
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
         (pipeline, "keep_largest", _keep_largest),
+        (pipeline, "raise_flag", _raise_flag),
         (blocks, "keep_blocks", _keep_blocks),
         (clean, "mark_columns", _mark_columns),
         (clean, "clear_rows", _clear_rows),

@@ -11,14 +11,15 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
 from flash_jax.backends.hopper.pipeline import WGMMA, constant, swizzle_transforms
 
-WARPS = 4  # of a warpgroup
+_WARPS = 4  # of a warpgroup
+MARKS = 4 * _WARPS  # words of a warpgroup
 
 
 def mark_columns(p, marks) -> None:
     """Tell in `marks` which columns of the weights p, 16-bit `[64, n]` with n up to 128, are not all 0.
 
-    marks: int32 `[4, 4]` in shared memory. Word `[warp, c]`, bit `2 g + e`: column `8 g + 2 c + e` in the rows of that warp. Lane l holds
-    the columns of `c = l % 4` for two of the rows.
+    marks: int32 `[MARKS or more]` in shared memory. Word `4 warp + c`, bit `2 g + e`: column `8 g + 2 c + e` in the rows of that warp.
+    Lane l holds the columns of `c = l % 4` for two of the rows.
     """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
@@ -38,7 +39,8 @@ def mark_columns(p, marks) -> None:
         for distance in (4, 8, 16):
             bits = arith.ori(bits, mosaic_utils.shfl_bfly(bits, distance))
         thread = arith.andi(mosaic_utils.thread_idx(), constant(127))
-        memref.store(bits, marks, [_index(arith.shrui(thread, constant(5))), _index(arith.andi(thread, constant(3)))])
+        word = arith.addi(arith.shli(arith.shrui(thread, constant(5)), constant(2)), arith.andi(thread, constant(3)))
+        memref.store(bits, marks, [_index(word)])
 
     mark(p, marks)
 
@@ -46,8 +48,8 @@ def mark_columns(p, marks) -> None:
 def clear_rows(marks, v, swizzle: int, share, shares: int) -> None:
     """Zero the rows of v `[n, columns]` in shared memory, swizzled, that no warp has marked.
 
-    marks: int32 `[warpgroups, 4, 4]` of all warpgroups that use v. share: which of the `shares` warpgroups this is; it clears every
-    so many-th piece of a row. A thread has a row, and zero is zero however a row is swizzled.
+    marks: int32 `[warpgroups, MARKS or more]` of all warpgroups that use v. share: which of the `shares` warpgroups this is; it clears
+    every so many-th piece of a row. A thread has a row, and zero is zero however a row is swizzled.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(swizzle_transforms(v.dtype, swizzle)), plgpu.Layout.WG_SPLAT))
@@ -57,10 +59,11 @@ def clear_rows(marks, v, swizzle: int, share, shares: int) -> None:
         eighth, rest = arith.shrui(row, constant(3)), arith.andi(row, constant(7))
         equals = lambda x, n: arith.cmpi(arith.CmpIPredicate.eq, x, constant(n))
         with mosaic_utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, constant(groups * eight))):
-            word, column = constant(0), _index(arith.shrui(rest, constant(1)))
+            word, column = constant(0), arith.shrui(rest, constant(1))
             for warpgroup in range(ir.MemRefType(marks.type).shape[0]):
-                for warp in range(WARPS):
-                    word = arith.ori(word, memref.load(marks, [_index(constant(warpgroup)), _index(constant(warp)), column]))
+                for warp in range(_WARPS):
+                    at = [_index(constant(warpgroup)), _index(arith.addi(constant(4 * warp), column))]
+                    word = arith.ori(word, memref.load(marks, at))
             bit = arith.ori(arith.shli(eighth, constant(1)), arith.andi(rest, constant(1)))
             with mosaic_utils.when(equals(arith.andi(arith.shrui(word, bit), constant(1)), 0)):
                 element = ir.MemRefType(v.type).element_type

@@ -9,11 +9,16 @@ One warp copies tiles of K, V, Q and the bias into shared memory; two or three w
         m, P, alpha = softmax of S;  l = l alpha + sum P;  O *= alpha
     O += P V(last);  out = O / l;  lse = m + log l
 
-Exponentials are base 2 with the scale folded in (but see `Rows.softmax`). P goes to the second product from registers. Row sums are kept
-per thread, eight columns wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3.
+The maximum need not follow, for out and lse do not depend on it: m stays what it is after the first key tile, alpha is 1, and O needs no
+product until the end. A weight can then leave the range of its dtype; such a row is lost, and its tile of rows is computed anew after all
+others. From a block's first such tile on its m follows.
+
+Exponentials are base 2 with the scale folded in. P goes to the second product from registers. Row sums are kept per thread, eight columns
+wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3, whose maximum follows.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,12 +27,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax.backends.hopper import clean, pipeline
-from flash_jax.backends.hopper.forward_tile import UNSEEN, Config, Inputs, Masked, Rows, Tile
-from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
+from flash_jax.backends.hopper.forward_tile import UNSEEN, Bounds, Config, Inputs, Masked, Rows, Tile
+from flash_jax.backends.hopper.pipeline import ROWS, WARPGROUP_ROWS, WGMMA, shared, swizzled
 from flash_jax.problem import Problem
 
 _ALIGNMENT = 1024  # of an array in shared memory
-SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, marks and what alignment leaves empty
+SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, words and what alignment leaves empty
+_LOST = 64  # flags of tiles of rows, shared by every so many-th
 
 
 def shared_memory(config: Config, head_dim: int, v_head_dim: int, parts: int = 1, has_labels: bool = False) -> int:
@@ -90,7 +96,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         bias_s,
         out_s,
         lse_s,
-        marks_s,
+        words_s,
         q_full,
         q_empty,
         k_full,
@@ -100,17 +106,36 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         v_empty,
         bias_empty,
         all_here,
+        all_tried,
     ):
         *input_refs, out_g, lse_g = refs
         g: Inputs = jax.tree.unflatten(tree, input_refs)
         out_s = q_s if out_s is None else out_s
         multiprocessor, wg = lax.axis_index("multiprocessor"), lax.axis_index("wg")
 
-        def for_each_tile(do, carry):
-            def one(n, carry):
-                return do(n, Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields)))), carry)
+        def lost(w, n):
+            """Where warpgroup w says that it has lost a row of tile n."""
+            return words_s.at[w, clean.MARKS + lax.rem(n, jnp.int32(_LOST))]
 
-            return lax.fori_loop(0, g.counts[multiprocessor], one, carry)
+        def any_lost(n):
+            return sum((lost(w, n)[...] for w in range(1, num_compute)), lost(0, n)[...])
+
+        def for_each_tile(do, carry, await_all):
+            """`carry = do(n, is_again, tile, carry)` on all tiles, and again, after `await_all()`, on those that are lost."""
+            count = g.counts[multiprocessor]
+
+            def one(i, carry):
+                n, is_again = lax.rem(i, count), i >= count
+                pl.when(i == count)(await_all)
+
+                def visit():
+                    tile = Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields))))
+                    return do(n, is_again, tile, carry)
+
+                wanted = lax.cond(is_again, lambda: any_lost(n), lambda: jnp.int32(1))
+                return lax.cond(wanted != 0, visit, lambda: carry)
+
+            return lax.fori_loop(0, 2 * count, one, carry)
 
         def kv_tile_of(tile: Tile, step):
             if g.lists is None:
@@ -121,7 +146,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
             return lax.rem(count, jnp.int32(stages))
 
         def copy_tiles():
-            def one_tile(n, tile, count):
+            def one_tile(n, is_again, tile, count):
                 kv_head = lax.div(tile.head, jnp.int32(group))
                 rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -135,7 +160,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     @pl.when(j == 0)
                     def _():
                         for w in range(num_compute):
-                            pl.when(n > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
+                            pl.when(count > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
                             plgpu.copy_gmem_to_smem(g.query.at[tile.b, rows_of(w), tile.head], q_s.at[w], q_full.at[w])
 
                     for w in range(num_compute if copies_bias else 0):
@@ -151,7 +176,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                 return lax.fori_loop(0, tile.steps, step, count)
 
-            for_each_tile(one_tile, jnp.int32(0))
+            for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(all_tried))
 
         def compute_tiles():
             def take_turn(start):
@@ -162,15 +187,21 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 pipeline.pass_turn(lax.rem(wg + 1, jnp.int32(num_compute)))
                 return result
 
-            def meet():
-                """What each warpgroup wrote to shared memory is there for the products of all."""
+            def meet(barrier):
+                """What each warpgroup wrote to shared memory is there for all."""
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(all_here)
-                plgpu.barrier_wait(all_here)
+                plgpu.barrier_arrive(barrier)
+                plgpu.barrier_wait(barrier)
 
-            def one_tile(n, tile, count):
+            def one_tile(n, is_again, tile, carry):
+                count, has_lost = carry
+                both = (functools.partial(attend_tile, follows=follows) for follows in (True, False))
+                count = lax.cond(is_again | (has_lost != 0), *both, n, tile, count)
+                return count, has_lost | lost(wg, n)[...]
+
+            def attend_tile(n, tile, count, follows):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
-                rows = Rows(problem, config, g, tile, q_start, is_exact=v_head_dim == 256)
+                rows = Rows(problem, config, g, tile, q_start, follows)
 
                 def attend(acc_ref):
                     def second_product(p16, slot):
@@ -178,32 +209,37 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                             plgpu.barrier_wait(v_full.at[slot])
                         plgpu.wgmma(acc_ref, p16, v_s.at[slot])
 
-                    def logits(qk, slot, kv_tile, *mask):
+                    def logits(qk, slot, kv_tile, notes, mask, blank=False, is_full=None):
                         if clears:
                             plgpu.barrier_wait(v_full.at[slot])
+                        if copies_bias:
+                            plgpu.barrier_wait(bias_full.at[wg])
+                            s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA))
+                            plgpu.commit_smem()  # before the copy engine overwrites it
+                            plgpu.barrier_arrive(bias_empty.at[wg])
+                        else:
+                            s = rows.logits(qk, rows.bias(kv_tile))
+                        if mask is None:
+                            return s
                         labels = labels_s.at[slot] if has_labels else None
-                        if not copies_bias:
-                            return rows.logits(qk, rows.bias(kv_tile), kv_tile, labels, *mask)
-                        plgpu.barrier_wait(bias_full.at[wg])
-                        s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA), kv_tile, labels, *mask)
-                        plgpu.commit_smem()  # before the copy engine overwrites it
-                        plgpu.barrier_arrive(bias_empty.at[wg])
-                        return s
+                        masked = lambda s: rows.mask(s, kv_tile, labels, notes, mask, blank)
+                        return masked(s) if is_full is None else lax.cond(is_full, lambda s: s, masked, s)
 
-                    def clear(p16, slot, notes):
+                    def clear(p16, slot, notes, is_full=None):
                         """What V holds in keys whose weights are all 0 is not there for the product to come."""
                         if notes is not None:
-                            pl.when((notes & UNSEEN) != 0)(lambda: clear_columns(p16, slot))
+                            may_hold = (notes & UNSEEN) != 0
+                            may_hold = may_hold if is_full is None else may_hold & ~is_full
+                            pl.when(may_hold)(lambda: clear_columns(p16, slot))
 
                     def clear_columns(p16, slot):
-                        clean.mark_columns(p16, marks_s.at[wg])
-                        meet()
-                        clean.clear_rows(marks_s, v_s.at[slot], config.v_swizzle, wg, num_compute)
-                        meet()
+                        clean.mark_columns(p16, words_s.at[wg])
+                        meet(all_here)
+                        clean.clear_rows(words_s, v_s.at[slot], config.v_swizzle, wg, num_compute)
+                        meet(all_here)
 
                     def first_step():
                         slot = slot_of(count)
-                        plgpu.barrier_wait(q_full.at[wg])
                         plgpu.barrier_wait(k_full.at[slot])
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
@@ -215,7 +251,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         clear(p16, slot, notes)
                         return (*state, p16)
 
-                    def step(j, carry, mask):
+                    def step(j, carry, mask, follows):
                         *state, p16 = carry
                         slot, v_slot = slot_of(count + j), slot_of(count + j - 1)
                         kv_tile = kv_tile_of(tile, j)
@@ -229,36 +265,75 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, notes, mask), state, mask is not None)
+                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, notes, mask), state, mask is not None, follows)
                         if not late:
                             p, state, alpha = softmax()
-                        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                        plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(v_empty.at[v_slot])
                         if late:
                             p, state, alpha = softmax()
                         p16 = rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
-                        acc_ref[...] = acc * rows.column(alpha, v_head_dim)
+                        if alpha is not None:
+                            acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0) * rows.column(alpha, v_head_dim)
                         clear(p16, slot, notes)
                         return (*state, p16)
 
-                    def steps(lower, upper, mask, carry):
-                        return lax.fori_loop(lower, upper, lambda j, c: step(j, c, mask), carry)
-
-                    carry = first_step()
                     full_begin, full_end = (lax.max(jnp.int32(1), x) for x in (tile.full_begin, tile.full_end))
-                    if masked.before is not None:
-                        carry = steps(1, full_begin, masked.before, carry)
-                    carry = steps(*((1, tile.steps) if masked.first is None else (full_begin, full_end)), None, carry)
-                    if masked.after is not None:
-                        carry = steps(full_end, tile.steps, masked.after, carry)
-                    *state, p16 = carry
-                    if config.separate_out:
-                        plgpu.barrier_arrive(q_empty.at[wg])
-                    slot = slot_of(count + tile.steps - 1)
-                    second_product(p16, slot)
-                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    return rows.finish(state, acc)
+
+                    def keep_maximum():
+                        steps = lambda lower, upper, mask, carry, follows=False: lax.fori_loop(
+                            lower, upper, lambda j, c: step(j, c, mask, follows), carry
+                        )
+                        carry = first_step()
+                        if masked.first is None:
+                            carry = steps(1, tile.steps, None, carry)
+                        else:
+                            if masked.before is not None:
+                                carry = steps(1, full_begin, masked.before, carry, rows.follows_at_first)
+                            carry = steps(full_begin, full_end, None, carry)
+                            if masked.after is not None:
+                                carry = steps(full_end, tile.steps, masked.after, carry)
+                        *state, p16 = carry
+                        if config.separate_out:
+                            plgpu.barrier_arrive(q_empty.at[wg])
+                        slot = slot_of(count + tile.steps - 1)
+                        second_product(p16, slot)
+                        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                        plgpu.barrier_arrive(v_empty.at[slot])
+                        return state, acc
+
+                    def follow_maximum():
+                        """One product after the other, for less code."""
+                        mask = None if masked.first is None else Bounds()
+
+                        def step(j, state):
+                            slot, kv_tile = slot_of(count + j), kv_tile_of(tile, j)
+                            is_full = (full_begin <= j) & (j < full_end)
+                            notes = None if mask is None else rows.notes(kv_tile)
+                            plgpu.barrier_wait(k_full.at[slot])
+                            qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
+                            plgpu.barrier_arrive(k_empty.at[slot])
+                            s = logits(qk, slot, kv_tile, notes, mask, masked.blank, is_full)
+                            p, state, alpha = rows.softmax(s, state, masked=True)
+                            p16 = rows.weights(p, kv_tile)
+                            acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0) * rows.column(alpha, v_head_dim)
+                            clear(p16, slot, notes, is_full)  # as those do that keep their maximum: warpgroups meet there
+                            second_product(p16, slot)
+                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(v_empty.at[slot])
+                            return state
+
+                        state = lax.fori_loop(0, tile.steps, step, rows.empty_state())
+                        if config.separate_out:
+                            plgpu.barrier_arrive(q_empty.at[wg])
+                        return state, plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+
+                    plgpu.barrier_wait(q_full.at[wg])
+                    state, acc = follow_maximum() if follows else keep_maximum()
+                    out, lse = rows.finish(state, acc)
+                    if not follows:
+                        pipeline.raise_flag(lost(wg, n), rows.is_lost(state, out))
+                    return out, lse
 
                 out, lse = pl.run_scoped(attend, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -274,7 +349,13 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             if config.take_turns:
                 pl.when(wg == num_compute - 1)(lambda: pipeline.pass_turn(jnp.int32(0)))
-            for_each_tile(one_tile, jnp.int32(0))
+            words_s[wg, pl.ds(clean.MARKS, _LOST)] = plgpu.layout_cast(jnp.zeros((_LOST,), jnp.int32), ROWS)
+
+            def await_all():
+                plgpu.wait_smem_to_gmem(0)  # what was stored lies there before it is stored anew
+                meet(all_tried)
+
+            for_each_tile(one_tile, (jnp.int32(0), jnp.int32(0)), await_all)
             plgpu.wait_smem_to_gmem(0)
 
         compute_registers, copy_registers = config.registers
@@ -300,7 +381,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "bias_s": _bias_tiles(config, inputs.bias.dtype) if copies_bias else None,
         "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
-        "marks_s": plgpu.SMEM((num_compute, clean.WARPS, 4), jnp.int32) if clears else None,
+        "words_s": plgpu.SMEM((num_compute, clean.MARKS + _LOST), jnp.int32),
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),
@@ -310,6 +391,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "v_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "bias_empty": plgpu.Barrier(num_barriers=num_compute) if copies_bias else None,
         "all_here": plgpu.Barrier(num_arrivals=num_compute) if clears else None,
+        "all_tried": plgpu.Barrier(num_arrivals=num_compute),
     }
     kernel = plgpu.kernel(
         lambda *refs, **scratch_refs: body(*refs, **(dict.fromkeys(scratch) | scratch_refs)),

@@ -13,11 +13,13 @@ from flash_jax.backends.hopper import blocks, functions, pipeline
 from flash_jax.backends.hopper.host import BOUNDS, LABELS
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared
 from flash_jax.logits import base_2, logits, tanh_by_exp2
-from flash_jax.problem import Problem
+from flash_jax.problem import FLOAT32_TINY, Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
 _LARGE = 2.0**28  # of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
+# Of a row's weights while m does not follow: where it is that large, those count that p does not hold to its dtype's precision.
+_LEAST_SUM = {"bfloat16": 2.0**-96, "float16": 2.0**-2}
 UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
 
@@ -56,7 +58,7 @@ class Inputs(NamedTuple):
     table: int32 `[9, multiprocessors, longest]`, see `Tile`; counts: int32 `[multiprocessors]`, its tiles.
     scale: float32 `[1 | batch]`.
     lists: int32 `[1 | batch, 1 | num_heads, num_q_tiles, num_kv_tiles]`, `schedule.TileLists.index`.
-    notes: int32 `[1 | batch, 1 | num_q_tiles, num_kv_tiles]`, the sum of what holds of a masked tile: `UNSEEN`, that it may have keys which
+    notes: int8 `[1 | batch, 1 | num_q_tiles, num_kv_tiles]`, the sum of what holds of a masked tile: `UNSEEN`, that it may have keys which
       no row of the batch entry sees; with labels, `BOUNDS`, that row bounds may hide scores of it, and `LABELS`, that labels may.
     kv_lo, kv_hi: int32 `[1 | batch, q_pad]`; None where no row has such a bound.
     q_labels, kv_labels: int32 `[1 | batch, q_pad | kv_pad]`.
@@ -134,7 +136,7 @@ class Masked(NamedTuple):
 class Rows:
     """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
 
-    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start, is_exact: bool):
+    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start, follows: bool):
         self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
         rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
         self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
@@ -142,11 +144,12 @@ class Rows:
         if g.row_keys is not None:
             ref = g.row_keys.at[shared(g.row_keys, 0, tile.b), shared(g.row_keys, 1, tile.head), self._rows()]
             self.row_keys = self._load(ref, ROWS)
-        raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale > 0
+        raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale * LOG2E >= FLOAT32_TINY
         self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
-        # Weights of any logits, and at head_dim 256 faster, elsewhere slower (measured: docs/dev/experiments.md).
-        self.is_exact = raw and is_exact
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
+        self.keeps_largest = raw and follows
+        # float16 has little room: where the first key tile is one that only some rows see, the others' maximum is taken from the next ones.
+        self.follows_at_first = follows or problem.dtype.name == "float16"
 
     def _rows(self):
         return pl.ds(self.q_start, WARPGROUP_ROWS)
@@ -218,19 +221,20 @@ class Rows:
         plgpu.commit_smem()  # before the copy engine overwrites them
         return jnp.where(self.column(self.q_labels) == labels, s, -jnp.inf)
 
-    def logits(self, qk, bias, kv_tile, kv_labels, notes, masked: Bounds | None, blank: bool = False):
-        """Raw products, or logits where more than a scale is applied, in base-2 units without a bias; -inf where masked.
+    def logits(self, qk, bias):
+        """Raw products, or logits where more than a scale is applied, in base-2 units without a bias."""
+        if bias is not None:
+            return logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), tanh_by_exp2, unit=1)[0]
+        if self.factor is None:
+            return logits(qk, self.scale, self.problem.logits_soft_cap, None, tanh_by_exp2)[0]
+        return qk
+
+    def mask(self, s, kv_tile, kv_labels, notes, masked: Bounds, blank: bool):
+        """Logits where visible, else -inf.
 
         kv_labels: the labels of the keys in shared memory, or None. notes: of the tile, see `notes`.
         """
         kv_start = kv_tile * self.config.block_kv
-        s = qk
-        if bias is not None:
-            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), tanh_by_exp2, unit=1)
-        elif self.factor is None:
-            s, _ = logits(qk, self.scale, self.problem.logits_soft_cap, None, tanh_by_exp2)
-        if masked is None:
-            return s
         in_interval = lambda s: self._keep_interval(s, kv_start, masked)
         if self.q_labels is None:
             s = in_interval(s)
@@ -251,43 +255,72 @@ class Rows:
             s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
         return s
 
-    def softmax(self, s, state, masked: bool):
-        """One online step: `(p, state, alpha)`; state is (m, l as partial sums), None before the first.
+    def softmax(self, s, state, masked: bool, follows: bool = True):
+        """One step: `(p, state, alpha)`, `p = 2^(s - pivot)`; state is (m, l as partial sums), None before the first.
 
-        m is in the units of s. Only where `is_exact` it is in base-2 units, the very number that is subtracted: then alpha has no rounding
-        of its own, all exponents of a row are off alike, which cancels in out, and `keep_largest` mends those that are off by too much.
+        m, in the units of `_exponents`, is the largest score so far, or where this step does not follow, that of steps before. alpha is the
+        weight of what came before, None where it is 1.
         """
-        s_max = s.max(axis=1)
-        s_max = s_max * self.factor if self.is_exact else s_max
-        m = s_max if state is None else jnp.maximum(state[0], s_max)
-        guarded = masked or self.g.bias is not None
-        pivot = jnp.where(m == -jnp.inf, 0.0, m) if guarded else m
-        if self.is_exact:
-            p = jnp.exp2(pipeline.keep_largest(s * self.factor - self.column(pivot), pivot, _LARGE))
-            alpha = None if state is None else jnp.exp2(state[0] - pivot)
+        if follows:
+            m = s.max(axis=1)
+            m = m if self.factor is None else m * self.factor
+            m = m if state is None else jnp.maximum(state[0], m)
+            pivot = self._pivot(m) if masked or self.g.bias is not None else m
+            alpha = None if state is None else jnp.exp2(self._in_base_2(state[0] - pivot))
         else:
-            p = jnp.exp2(self._exponent(s, pivot, self.column))
-            alpha = None if state is None else jnp.exp2(self._exponent(state[0], pivot, lambda row: row))
+            m, alpha = state[0], None
+            pivot = self._pivot(m)
+        p = jnp.exp2(self._exponents(s, pivot))
         parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
         l = sum(parts[1:], parts[0])
         if state is not None:
-            l = state[1] * self.column(alpha, _PARTIAL_SUM_COLUMNS) + l
+            l = (state[1] if alpha is None else state[1] * self.column(alpha, _PARTIAL_SUM_COLUMNS)) + l
         return p, (m, l), alpha
 
-    def _exponent(self, s, pivot, column):
-        """`s - column(pivot)` in base-2 units. With a bias only the difference is sure to be finite there."""
-        if self.g.bias is not None:
-            return (s - column(pivot)) * LOG2E
-        return s - column(pivot) if self.factor is None else s * self.factor - column(pivot * self.factor)
+    def empty_state(self):
+        """Before the first step."""
+        m = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
+        l = jnp.zeros((WARPGROUP_ROWS, _PARTIAL_SUM_COLUMNS), jnp.float32)
+        return plgpu.layout_cast(m, ROWS), plgpu.layout_cast(l, WGMMA)
+
+    def _pivot(self, m):
+        return jnp.where(m == -jnp.inf, 0.0, m)
+
+    def _exponents(self, s, pivot):
+        """`s - pivot` in base-2 units. pivot is in base-2 units but with a bias, where only the difference is sure to be finite there.
+
+        So the pivot is the very number that is subtracted: all weights of a row are off alike by its rounding, which cancels.
+        """
+        x = s - self.column(pivot) if self.factor is None else s * self.factor - self.column(pivot)
+        return pipeline.keep_largest(x, pivot, _LARGE) if self.keeps_largest else self._in_base_2(x)
+
+    def _in_base_2(self, difference):
+        return difference if self.g.bias is None else difference * LOG2E
 
     def finish(self, state, acc):
         """`(out, lse)` in float32."""
         m, l = state
-        if self.g.bias is not None:
-            m = base_2(m)
-        elif self.factor is not None and not self.is_exact:
-            m = m * self.factor
+        m = self._pivot(m)
+        m = m if self.g.bias is None else base_2(m)
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
+
+    def is_lost(self, state, out):
+        """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave: int32, 1 or 0.
+
+        Those which see a key and have no sum, or one too small or infinite, and those whose out is not finite. A row that sees nothing is
+        among them where neither bounds nor its only step tell.
+        """
+        m, total = state[0], state[1].sum(axis=1)
+        fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < jnp.inf) & ((out * 0).sum(axis=1) == 0)
+        lo, hi = jnp.int32(0), jnp.int32(self.problem.kv_len)
+        if self.g.lists is None:
+            hi = (self.tile.first + 1) * self.config.block_kv
+            lo = hi - self.tile.steps * self.config.block_kv
+        lo = lo if self.kv_lo is None else jnp.maximum(self.kv_lo, lo)
+        hi = hi if self.kv_hi is None else jnp.minimum(self.kv_hi, hi)
+        may_see = (m != -jnp.inf) | jnp.broadcast_to(self.tile.steps > 1, m.shape)
+        may_see &= jnp.broadcast_to((lo < hi) & (self.tile.visible != 0), m.shape)
+        return jnp.where(may_see & ~fits, jnp.int32(1), jnp.int32(0))
 
     def weights(self, p, kv_tile):
         """p as operand of the second product."""

@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, scf, vector
+from jax._src.lib.mlir.dialects import arith, llvm, memref, scf, vector
 from jax._src.lib.mlir.dialects import math as math_dialect
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
@@ -110,6 +110,19 @@ def keep_largest(x: jax.Array, m: jax.Array, limit: float) -> jax.Array:
         return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
     return keep(x, m)
+
+
+def raise_flag(flag, rows: jax.Array) -> None:
+    """Make `flag`, int32 `[]` in shared memory, 1 if any of the rows, int32 `[64]`, is not 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS))
+    def store(_, flag, rows):
+        element = lambda v: vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+        bits = [element(r) if isinstance(r.type, ir.VectorType) else r for r in rows.registers.flat]
+        with mosaic_utils.when(arith.cmpi(arith.CmpIPredicate.ne, arith.ori(*bits), constant(0))):
+            memref.store(constant(1), flag, [])
+
+    store(flag, rows)
 
 
 def await_turn(warpgroup) -> None:
