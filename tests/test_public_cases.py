@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_on_device import kernels
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "cases"
 
@@ -51,11 +50,8 @@ def _needs(case):
 
 @pytest.mark.device
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_needs(case)) for case in OURS])
-def test_public_case_on_this_machine(case, request):
+def test_public_case_on_this_machine(case):
     """As it was published; values in float32 also in bfloat16, which all kernels take, with the folder's tolerance for it."""
-    if case.name == "bf16_huge_identical_inputs" and "hopper" in kernels():
-        reason = "hopper makes NaN of logits beyond 1e9 at head_dim up to 192: docs/numerics.md"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
     run(case)
     if case.check == "value" and case.dtype == "float32":
         run(dataclasses.replace(case, dtype="bfloat16", tol=None))
