@@ -138,8 +138,13 @@ def explain(
 
     Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, checks them alike, and returns the implementation
     chosen, its tiles and why these, and for each other implementation the reason why it does not run. `print` it.
-    `device` asks for other hardware by the name that JAX gives it, `jax.devices()[0].device_kind` there: "NVIDIA H100 80GB HBM3" or
-    "H100", "TPU v6 lite" or "TPU v6e", "cpu". Tiles are looked up by the whole name.
+
+    `device`, a string, asks for other hardware by the name that JAX gives it, `jax.devices()[0].device_kind` there: "cpu", "TPU v6 lite",
+    "NVIDIA H100 80GB HBM3". Shorter names such as "H100" choose the same implementation, but only the whole name finds tiles that were
+    measured. What is neither "cpu" nor starts with "TPU" counts as a GPU.
+
+    Raises:
+      TypeError: `device` is no string; otherwise as `flash_attention`.
     """
     inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
     check_flag("return_residual", return_residual)

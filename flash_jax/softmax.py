@@ -27,15 +27,20 @@ def last_axis_column(row: Array) -> Array:
     return row[..., None]
 
 
+def pivot(m: Array) -> Array:
+    """What is subtracted from scores: m, or 0 as long as the row has seen no key, so that `2^(s - pivot)` is 0 there and never NaN."""
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
 def rescale(m: Array, s_max: Array, unit: float = 1) -> tuple[Array, Array, Array]:
     """Take the maximum of a new tile in: `(m_new, pivot, alpha)`.
 
-    `alpha = 2^(m - m_new)` multiplies the old `l` and `acc`. `pivot` is `m_new`, or 0 as long as the row has seen no key, so
-    that `2^(s - pivot)` is 0 there and never NaN. unit: `LOG2E` where scores are in natural units, in which no finite bias overflows.
+    `alpha = 2^(m - m_new)` multiplies the old `l` and `acc`. unit: `LOG2E` where scores are in natural units, in which no finite bias
+    overflows.
     """
     m_new = jnp.maximum(m, s_max)
-    pivot = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
-    return m_new, pivot, probs(m, pivot, lambda row: row, unit)
+    at = pivot(m_new)
+    return m_new, at, probs(m, at, lambda row: row, unit)
 
 
 def probs(s: Array, pivot: Array, column: Callable[[Array], Array] = last_axis_column, unit: float = 1) -> Array:

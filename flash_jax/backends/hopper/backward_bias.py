@@ -116,9 +116,9 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             s = pipeline.finish_product(pipeline.start_product(k_s.at[zero, mine], q_s.at[zero]), 0)
             bias = tile_math.bias(head, tile) if own_bias is None else own_bias.read()
             p, _ = tile_math.weights(s, pivot_s, tile_math.labels(tile), head, tile, kinds_g is not None, bias)
-            if problem.q_len % rows:  # a row past the end is 0, which a key that no row sees and that is not finite makes NaN
-                empty = lambda p: jnp.where(tile_math.queries(pivot_s) == jnp.inf, 0.0, p)
-                p = lax.cond(tile == whole[2] - 1, empty, lambda p: p, p)
+            if problem.q_len % rows:  # rows past the end are 0, and 0 times a key that is not finite and that no row sees is NaN
+                hide_past_end = lambda p: jnp.where(tile_math.queries(pivot_s) == jnp.inf, 0.0, p)
+                p = lax.cond(tile == whole[2] - 1, hide_past_end, lambda p: p, p)
             reload(load_for_scores, scores_free_bar, following)
             plgpu.barrier_wait(dp_bar)
             dp = pipeline.finish_product(pipeline.start_product(v_s.at[zero, mine], dout_s.at[zero]), 0)

@@ -9,9 +9,10 @@ One warp copies tiles of K, V, Q and the bias into shared memory; two or three w
         m, P, alpha = softmax of S;  l = l alpha + sum P;  O *= alpha
     O += P V(last);  out = O / l;  lse = m + log l
 
-The maximum need not follow, for out and lse do not depend on it: m stays what it is after the first key tile, alpha is 1, and O needs no
-product until the end. A weight can then leave the range of its dtype; such a row is lost, and its tile of rows is computed anew after all
-others. From a block's first such tile on its m follows.
+The maximum need not follow, for out and lse do not depend on it: m stays what it is after the first key tile (float16: after the first ones
+that only some rows see), alpha is 1, and O needs no product until the end. A weight can then leave the range of its dtype; such a row is
+lost, and its tile of rows is computed anew after all others, with an m that follows. A warpgroup that has lost a row by large logits
+follows in all tiles that it has yet to begin.
 
 Exponentials are base 2 with the scale folded in. P goes to the second product from registers. Row sums are kept per thread, eight columns
 wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3, whose maximum follows.
@@ -32,8 +33,9 @@ from flash_jax.backends.hopper.pipeline import ROWS, WARPGROUP_ROWS, WGMMA, shar
 from flash_jax.problem import Problem
 
 _ALIGNMENT = 1024  # of an array in shared memory
-SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, words and what alignment leaves empty
-_LOST = 64  # flags of tiles of rows, shared by every so many-th
+SHARED_MEMORY = 227 * 1024 - 2304  # of a block, less barriers, lse, marks and flags, and what alignment leaves empty
+# Flags of a warpgroup. Number n % (_FLAGS - 1): tile n has lost a row, or another tile of that number. The last: the maximum follows.
+_FLAGS = WARPGROUP_ROWS
 
 
 def shared_memory(config: Config, head_dim: int, v_head_dim: int, parts: int = 1, has_labels: bool = False) -> int:
@@ -115,7 +117,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
         def lost(w, n):
             """Where warpgroup w says that it has lost a row of tile n."""
-            return words_s.at[w, clean.MARKS + lax.rem(n, jnp.int32(_LOST))]
+            return words_s.at[w, clean.MARKS + lax.rem(n, jnp.int32(_FLAGS - 1))]
 
         def any_lost(n):
             return sum((lost(w, n)[...] for w in range(1, num_compute)), lost(0, n)[...])
@@ -188,16 +190,17 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 return result
 
             def meet(barrier):
-                """What each warpgroup wrote to shared memory is there for all."""
+                """What each warpgroup wrote to shared memory is there for all, once all are here."""
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barrier)
                 plgpu.barrier_wait(barrier)
 
-            def one_tile(n, is_again, tile, carry):
-                count, has_lost = carry
+            follows_flag = words_s.at[wg, clean.MARKS + _FLAGS - 1]
+
+            def one_tile(n, is_again, tile, count):
                 both = (functools.partial(attend_tile, follows=follows) for follows in (True, False))
-                count = lax.cond(is_again | (has_lost != 0), *both, n, tile, count)
-                return count, has_lost | lost(wg, n)[...]
+                # All warps agree: they have met in `commit_smem` since the flag was raised.
+                return lax.cond(is_again | (follows_flag[...] != 0), *both, n, tile, count)
 
             def attend_tile(n, tile, count, follows):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
@@ -209,28 +212,24 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                             plgpu.barrier_wait(v_full.at[slot])
                         plgpu.wgmma(acc_ref, p16, v_s.at[slot])
 
-                    def logits(qk, slot, kv_tile, notes, mask, blank=False, is_full=None):
+                    def logits(qk, slot, kv_tile):
                         if clears:
                             plgpu.barrier_wait(v_full.at[slot])
-                        if copies_bias:
-                            plgpu.barrier_wait(bias_full.at[wg])
-                            s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA))
-                            plgpu.commit_smem()  # before the copy engine overwrites it
-                            plgpu.barrier_arrive(bias_empty.at[wg])
-                        else:
-                            s = rows.logits(qk, rows.bias(kv_tile))
-                        if mask is None:
-                            return s
-                        labels = labels_s.at[slot] if has_labels else None
-                        masked = lambda s: rows.mask(s, kv_tile, labels, notes, mask, blank)
-                        return masked(s) if is_full is None else lax.cond(is_full, lambda s: s, masked, s)
+                        if not copies_bias:
+                            return rows.logits(qk, rows.bias(kv_tile))
+                        plgpu.barrier_wait(bias_full.at[wg])
+                        s = rows.logits(qk, plgpu.load(bias_s.at[wg], layout=WGMMA))
+                        plgpu.commit_smem()  # before the copy engine overwrites it
+                        plgpu.barrier_arrive(bias_empty.at[wg])
+                        return s
 
-                    def clear(p16, slot, notes, is_full=None):
+                    def hide(s, slot, kv_tile, notes, mask, blank=False):
+                        return s if mask is None else rows.mask(s, kv_tile, labels_s.at[slot] if has_labels else None, notes, mask, blank)
+
+                    def clear(p16, slot, notes):
                         """What V holds in keys whose weights are all 0 is not there for the product to come."""
                         if notes is not None:
-                            may_hold = (notes & UNSEEN) != 0
-                            may_hold = may_hold if is_full is None else may_hold & ~is_full
-                            pl.when(may_hold)(lambda: clear_columns(p16, slot))
+                            pl.when((notes & UNSEEN) != 0)(lambda: clear_columns(p16, slot))
 
                     def clear_columns(p16, slot):
                         clean.mark_columns(p16, words_s.at[wg])
@@ -238,20 +237,25 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         clean.clear_rows(words_s, v_s.at[slot], config.v_swizzle, wg, num_compute)
                         meet(all_here)
 
-                    def first_step():
-                        slot = slot_of(count)
+                    def first_product(slot):
+                        """Q K^T with nothing beside it."""
                         plgpu.barrier_wait(k_full.at[slot])
                         qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
                         plgpu.barrier_arrive(k_empty.at[slot])
+                        return qk
+
+                    def first_step():
+                        slot = slot_of(count)
+                        qk = first_product(slot)
                         kv_tile = kv_tile_of(tile, 0)
                         notes = None if masked.first is None else rows.notes(kv_tile)
-                        s = logits(qk, slot, kv_tile, notes, masked.first, masked.blank)
-                        p, state, _ = rows.softmax(s, None, masked.first is not None)
+                        s = hide(logits(qk, slot, kv_tile), slot, kv_tile, notes, masked.first, masked.blank)
+                        p, state, _ = rows.softmax(s, None, masked.first is not None, follows=True)
                         p16 = rows.weights(p, kv_tile)
                         clear(p16, slot, notes)
                         return (*state, p16)
 
-                    def step(j, carry, mask, follows):
+                    def kept_step(j, carry, mask, follows):
                         *state, p16 = carry
                         slot, v_slot = slot_of(count + j), slot_of(count + j - 1)
                         kv_tile = kv_tile_of(tile, j)
@@ -265,7 +269,11 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
                         qk = pipeline.finish_product(take_turn(start), 1)
                         plgpu.barrier_arrive(k_empty.at[slot])
-                        softmax = lambda: rows.softmax(logits(qk, slot, kv_tile, notes, mask), state, mask is not None, follows)
+
+                        def softmax():
+                            s = hide(logits(qk, slot, kv_tile), slot, kv_tile, notes, mask)
+                            return rows.softmax(s, state, mask is not None, follows)
+
                         if not late:
                             p, state, alpha = softmax()
                         plgpu.wgmma_wait(0)
@@ -278,21 +286,22 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         clear(p16, slot, notes)
                         return (*state, p16)
 
+                    def kept_steps(lower, upper, mask, carry, follows=False):
+                        return lax.fori_loop(lower, upper, lambda j, carry: kept_step(j, carry, mask, follows), carry)
+
                     full_begin, full_end = (lax.max(jnp.int32(1), x) for x in (tile.full_begin, tile.full_end))
 
                     def keep_maximum():
-                        steps = lambda lower, upper, mask, carry, follows=False: lax.fori_loop(
-                            lower, upper, lambda j, c: step(j, c, mask, follows), carry
-                        )
+                        """The second product of a step runs beside the first one of the next, and beside its softmax."""
                         carry = first_step()
                         if masked.first is None:
-                            carry = steps(1, tile.steps, None, carry)
+                            carry = kept_steps(1, tile.steps, None, carry)
                         else:
                             if masked.before is not None:
-                                carry = steps(1, full_begin, masked.before, carry, rows.follows_at_first)
-                            carry = steps(full_begin, full_end, None, carry)
+                                carry = kept_steps(1, full_begin, masked.before, carry, rows.follows_at_first)
+                            carry = kept_steps(full_begin, full_end, None, carry)
                             if masked.after is not None:
-                                carry = steps(full_end, tile.steps, masked.after, carry)
+                                carry = kept_steps(full_end, tile.steps, masked.after, carry)
                         *state, p16 = carry
                         if config.separate_out:
                             plgpu.barrier_arrive(q_empty.at[wg])
@@ -302,28 +311,29 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         plgpu.barrier_arrive(v_empty.at[slot])
                         return state, acc
 
+                    def following_step(j, state):
+                        slot, kv_tile = slot_of(count + j), kv_tile_of(tile, j)
+                        is_full, notes = (full_begin <= j) & (j < full_end), None
+                        if masked.first is not None:
+                            notes = rows.notes(kv_tile)
+                        if notes is not None:  # to clear V warpgroups meet; those that keep their maximum meet in no full tile
+                            notes = lax.cond(is_full, lambda: jnp.zeros((), notes.dtype), lambda: notes)
+                        s = logits(first_product(slot), slot, kv_tile)
+                        if masked.first is not None:
+                            mask = lambda s: hide(s, slot, kv_tile, notes, Bounds(), masked.blank)
+                            s = lax.cond(is_full, lambda s: s, mask, s)
+                        p, state, alpha = rows.softmax(s, state, masked=True, follows=True)
+                        p16 = rows.weights(p, kv_tile)
+                        acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0) * rows.column(alpha, v_head_dim)
+                        clear(p16, slot, notes)
+                        second_product(p16, slot)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(v_empty.at[slot])
+                        return state
+
                     def follow_maximum():
                         """One product after the other, for less code."""
-                        mask = None if masked.first is None else Bounds()
-
-                        def step(j, state):
-                            slot, kv_tile = slot_of(count + j), kv_tile_of(tile, j)
-                            is_full = (full_begin <= j) & (j < full_end)
-                            notes = None if mask is None else rows.notes(kv_tile)
-                            plgpu.barrier_wait(k_full.at[slot])
-                            qk = pipeline.finish_product(take_turn(lambda: pipeline.start_product(q_s.at[wg], k_s.at[slot])), 0)
-                            plgpu.barrier_arrive(k_empty.at[slot])
-                            s = logits(qk, slot, kv_tile, notes, mask, masked.blank, is_full)
-                            p, state, alpha = rows.softmax(s, state, masked=True)
-                            p16 = rows.weights(p, kv_tile)
-                            acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0) * rows.column(alpha, v_head_dim)
-                            clear(p16, slot, notes, is_full)  # as those do that keep their maximum: warpgroups meet there
-                            second_product(p16, slot)
-                            plgpu.wgmma_wait(0)
-                            plgpu.barrier_arrive(v_empty.at[slot])
-                            return state
-
-                        state = lax.fori_loop(0, tile.steps, step, rows.empty_state())
+                        state = lax.fori_loop(0, tile.steps, following_step, rows.empty_state())
                         if config.separate_out:
                             plgpu.barrier_arrive(q_empty.at[wg])
                         return state, plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
@@ -332,7 +342,9 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     state, acc = follow_maximum() if follows else keep_maximum()
                     out, lse = rows.finish(state, acc)
                     if not follows:
-                        pipeline.raise_flag(lost(wg, n), rows.is_lost(state, out))
+                        is_lost, is_large = rows.is_lost(state, out)
+                        pipeline.raise_flag(lost(wg, n), is_lost)
+                        pipeline.raise_flag(follows_flag, is_large)
                     return out, lse
 
                 out, lse = pl.run_scoped(attend, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
@@ -349,13 +361,14 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             if config.take_turns:
                 pl.when(wg == num_compute - 1)(lambda: pipeline.pass_turn(jnp.int32(0)))
-            words_s[wg, pl.ds(clean.MARKS, _LOST)] = plgpu.layout_cast(jnp.zeros((_LOST,), jnp.int32), ROWS)
+            words_s[wg, pl.ds(clean.MARKS, _FLAGS)] = plgpu.layout_cast(jnp.zeros((_FLAGS,), jnp.int32), ROWS)
+            plgpu.commit_smem()  # before another warp raises or reads one
 
             def await_all():
                 plgpu.wait_smem_to_gmem(0)  # what was stored lies there before it is stored anew
                 meet(all_tried)
 
-            for_each_tile(one_tile, (jnp.int32(0), jnp.int32(0)), await_all)
+            for_each_tile(one_tile, jnp.int32(0), await_all)
             plgpu.wait_smem_to_gmem(0)
 
         compute_registers, copy_registers = config.registers
@@ -381,7 +394,9 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "bias_s": _bias_tiles(config, inputs.bias.dtype) if copies_bias else None,
         "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
-        "words_s": plgpu.SMEM((num_compute, clean.MARKS + _LOST), jnp.int32),
+        "words_s": plgpu.SMEM(
+            (num_compute, clean.MARKS + _FLAGS), jnp.int32
+        ),  # marks, then flags: one array, for each takes whole kilobytes
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),

@@ -18,7 +18,9 @@ from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
 _LARGE = 2.0**28  # of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
-# Of a row's weights while m does not follow: where it is that large, those count that p does not hold to its dtype's precision.
+# Of a row's weights where m does not follow. Below it, what p cannot hold would count: weights below 2^-126, for which exp2 gives 0, are
+# to this sum at most 2^-30 in bfloat16; in float16 p is off by up to 2^-25, 2^-23 of it. Only rows that see nothing in their first key
+# tile get there.
 _LEAST_SUM = {"bfloat16": 2.0**-96, "float16": 2.0**-2}
 UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
@@ -149,7 +151,7 @@ class Rows:
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
         self.keeps_largest = raw and follows
         # float16 has little room: where the first key tile is one that only some rows see, the others' maximum is taken from the next ones.
-        self.follows_at_first = follows or problem.dtype.name == "float16"
+        self.follows_at_first = problem.dtype.name == "float16"
 
     def _rows(self):
         return pl.ds(self.q_start, WARPGROUP_ROWS)
@@ -255,7 +257,7 @@ class Rows:
             s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
         return s
 
-    def softmax(self, s, state, masked: bool, follows: bool = True):
+    def softmax(self, s, state, masked: bool, follows: bool):
         """One step: `(p, state, alpha)`, `p = 2^(s - pivot)`; state is (m, l as partial sums), None before the first.
 
         m, in the units of `_exponents`, is the largest score so far, or where this step does not follow, that of steps before. alpha is the
@@ -265,11 +267,11 @@ class Rows:
             m = s.max(axis=1)
             m = m if self.factor is None else m * self.factor
             m = m if state is None else jnp.maximum(state[0], m)
-            pivot = self._pivot(m) if masked or self.g.bias is not None else m
+            pivot = softmax.pivot(m) if masked or self.g.bias is not None else m
             alpha = None if state is None else jnp.exp2(self._in_base_2(state[0] - pivot))
         else:
             m, alpha = state[0], None
-            pivot = self._pivot(m)
+            pivot = softmax.pivot(m)
         p = jnp.exp2(self._exponents(s, pivot))
         parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
         l = sum(parts[1:], parts[0])
@@ -282,9 +284,6 @@ class Rows:
         m = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
         l = jnp.zeros((WARPGROUP_ROWS, _PARTIAL_SUM_COLUMNS), jnp.float32)
         return plgpu.layout_cast(m, ROWS), plgpu.layout_cast(l, WGMMA)
-
-    def _pivot(self, m):
-        return jnp.where(m == -jnp.inf, 0.0, m)
 
     def _exponents(self, s, pivot):
         """`s - pivot` in base-2 units. pivot is in base-2 units but with a bias, where only the difference is sure to be finite there.
@@ -300,15 +299,15 @@ class Rows:
     def finish(self, state, acc):
         """`(out, lse)` in float32."""
         m, l = state
-        m = self._pivot(m)
+        m = softmax.pivot(m)
         m = m if self.g.bias is None else base_2(m)
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
 
     def is_lost(self, state, out):
-        """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave: int32, 1 or 0.
+        """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
         Those which see a key and have no sum, or one too small or infinite, and those whose out is not finite. A row that sees nothing is
-        among them where neither bounds nor its only step tell.
+        among the first where neither bounds nor its only step tell.
         """
         m, total = state[0], state[1].sum(axis=1)
         fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < jnp.inf) & ((out * 0).sum(axis=1) == 0)
@@ -320,7 +319,8 @@ class Rows:
         hi = hi if self.kv_hi is None else jnp.minimum(self.kv_hi, hi)
         may_see = (m != -jnp.inf) | jnp.broadcast_to(self.tile.steps > 1, m.shape)
         may_see &= jnp.broadcast_to((lo < hi) & (self.tile.visible != 0), m.shape)
-        return jnp.where(may_see & ~fits, jnp.int32(1), jnp.int32(0))
+        as_words = lambda rows: jnp.where(rows, jnp.int32(1), jnp.int32(0))
+        return as_words(may_see & ~fits), as_words(may_see & ~fits & (total != 0))
 
     def weights(self, p, kv_tile):
         """p as operand of the second product."""

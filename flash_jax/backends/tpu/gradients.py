@@ -32,7 +32,7 @@ def whole_rows(problem: Problem, tiles: Tiles) -> bool:
 def _normalised(s: Array) -> Array:
     """Probabilities of whole rows."""
     m = s.max(1, keepdims=True)
-    p = softmax.probs(s, jnp.where(m == -jnp.inf, 0, m), lambda row: row)
+    p = softmax.probs(s, softmax.pivot(m), lambda row: row)
     return p * softmax.weights_from_states(m, p.sum(1, keepdims=True))[1]
 
 

@@ -128,7 +128,7 @@ def _weights_of_whole_rows(s: Array) -> tuple[Array, Array]:
     The pivot is the forward's: where a single tile's forward and backward are in one program, XLA computes the probabilities once.
     """
     m = s.max(2)
-    pivot = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+    pivot = softmax.pivot(m)
     l = softmax.probs(s, pivot, _column).sum(2)
     return pivot, softmax.weights_from_states(m, l)[1]
 
