@@ -337,6 +337,22 @@ def test_padding_reaches_nothing(name, kernels):
         jax.tree.map(np.testing.assert_array_equal, run(*poisoned(options, poison)), expected)
 
 
+def test_rows_past_the_end_pass_nothing_on(kernels):
+    """By the causal rule they see the last keys, which no row does, in tiles of whole rows, whose probabilities are made anew."""
+    random = np.random.default_rng(0)
+    query, key, value, dout = (jnp.asarray(random.standard_normal((1, n, 1, 16)), jnp.float32) for n in (70, 100, 100, 70))
+    bias = jnp.asarray(random.standard_normal((1, 1, 1, 100)), jnp.float32)
+
+    def gradients(poison):
+        k, v = (x.at[:, 70:].set(poison) for x in (key, value))
+        attend = lambda k, v, bias: attention(None, None)(query=query, key=k, value=v, bias=bias, is_causal=True)[0]
+        return jax.jit(lambda k, v, bias: jax.vjp(attend, k, v, bias)[1](dout))(k, v, bias)
+
+    expected = gradients(0)
+    assert all(jnp.isfinite(x).all() for x in expected)
+    jax.tree.map(np.testing.assert_array_equal, gradients(jnp.nan), expected)
+
+
 def test_a_value_that_is_seen_and_not_finite_reaches_the_rows_that_see_it(kernels):
     """Their out is infinite, or NaN of both infinities, and their gradients are NaN; lse, and all other rows, are what they were."""
     arguments, dout, _ = BY_NAME["packed"].build()

@@ -18,10 +18,11 @@ from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
 _LARGE = 2.0**28  # of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
-# Of a row's weights where m does not follow. Below it, what p cannot hold would count: weights below 2^-126, for which exp2 gives 0, are
-# to this sum at most 2^-30 in bfloat16; in float16 p is off by up to 2^-25, 2^-23 of it. Only rows that see nothing in their first key
-# tile get there.
-_LEAST_SUM = {"bfloat16": 2.0**-96, "float16": 2.0**-2}
+# Of a row's weights where m does not follow. Below the least, what p cannot hold would count: exp2 gives 0 in place of weights below
+# 2^-126, and products with small values are no normal numbers; in float16 p is off by up to 2^-25. Only rows that see nothing in their
+# first key tile get there. Above the largest, the inverse is no normal number.
+_LEAST_SUM = {"bfloat16": 2.0**-32, "float16": 2.0**-2}
+_LARGEST_SUM = 2.0**126
 UNSEEN = 4  # of `Inputs.notes`, beside the bits of `host.notes`
 
 
@@ -306,11 +307,11 @@ class Rows:
     def is_lost(self, state, out):
         """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
-        Those which see a key and have no sum, or one too small or infinite, and those whose out is not finite. A row that sees nothing is
+        Those which see a key and have no sum, or one too small or too large, and those whose out is not finite. A row that sees nothing is
         among the first where neither bounds nor its only step tell.
         """
         m, total = state[0], state[1].sum(axis=1)
-        fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < jnp.inf) & ((out * 0).sum(axis=1) == 0)
+        fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < _LARGEST_SUM) & ((out * 0).sum(axis=1) == 0)
         lo, hi = jnp.int32(0), jnp.int32(self.problem.kv_len)
         if self.g.lists is None:
             hi = (self.tile.first + 1) * self.config.block_kv

@@ -56,6 +56,8 @@ def tile_gradients(
         dp, delta = tile.drop(dp), tile.row(refs.delta)
         if whole_rows(problem, tiles):
             p = _normalised(s)
+            if problem.q_len % tiles.block_q:  # rows past the end may see keys that no row does
+                p = jnp.where(tile.q_ids < problem.q_len, p, 0)
             dp = jnp.where(p != 0, dp, 0) if hidden else dp
             delta += (p * dp).sum(1, keepdims=True)
         else:
