@@ -212,20 +212,11 @@ def _inputs(problem: Problem, operands: Operands, queries: QuerySide, block_q: i
     inputs = inputs._replace(q_lo=jnp.asarray(q_lo), q_hi=None if always else jnp.asarray(q_hi))
     if _may_have_empty_rows(problem):
         inputs = inputs._replace(empty_tiles=_tiles_with(pad(queries.empty, {2: q_pad}), block_q))
-    if problem.mask.is_interval or problem.mask.evaluates_scores:
-        seen = seen_keys(problem, operands)
-        if seen is not None:
-            unseen = _tiles_with(pad(~seen, {2: kv_pad}), block_kv)
-            inputs = inputs._replace(seen=pad(seen.astype(jnp.int32), {2: kv_pad}), unseen_tiles=unseen)
-    if problem.mask.is_interval:
+    kinds = None if problem.mask.is_interval else _transposed_kinds(problem, operands, block_q, block_kv)
+    inputs = inputs._replace(**_seen(problem, operands, kinds, block_kv))
+    if kinds is None:
         ranges = schedule.interval_ranges(q_lo, q_hi, block_kv, block_q)
         return inputs._replace(ranges=jnp.asarray(xp.stack(ranges, axis=-1), jnp.int32))
-    kinds = _transposed_kinds(problem, operands, block_q, block_kv)
-    if not problem.mask.has_patterns:
-        inputs = inputs._replace(unseen_tiles=jnp.asarray(unseen_tiles(problem, operands, block_kv))[:, None])
-    elif not problem.mask.evaluates_scores:  # a full tile proves its keys seen
-        some_partial = by_kv_head(problem, kinds).max((2, -1)) == schedule.PARTIAL
-        inputs = inputs._replace(unseen_tiles=some_partial.astype(jnp.int32))
     return inputs._replace(
         **_visits(problem, kinds),
         functions=tuple(
@@ -255,6 +246,21 @@ def _elements(x: Array, q_pad: int, kv_pad: int) -> Array:
     """`[.., .., 1 | q_len, 1 | kv_len]` -> `[.., .., 1 | kv_pad, 1 | q_pad]`."""
     x = x.swapaxes(2, 3)
     return pad(x, {axis: size for axis, size in ((2, kv_pad), (3, q_pad)) if x.shape[axis] != 1})
+
+
+def _seen(problem: Problem, operands: Operands, kinds: Array | None, block_kv: int) -> dict[str, Array]:
+    """`Inputs.seen` and `Inputs.unseen_tiles`. kinds: transposed, of a mask that is no interval."""
+    if problem.mask.is_interval or problem.mask.evaluates_scores:
+        seen = seen_keys(problem, operands)
+        if seen is None:
+            return {}
+        kv_pad = schedule.num_tiles(problem.kv_len, block_kv) * block_kv
+        unseen = _tiles_with(pad(~seen, {2: kv_pad}), block_kv)
+        return {"seen": pad(seen.astype(jnp.int32), {2: kv_pad}), "unseen_tiles": unseen}
+    if problem.mask.has_patterns:  # block maps: a full tile proves its keys seen, and no block visits an empty one
+        assert kinds is not None
+        return {"unseen_tiles": (by_kv_head(problem, kinds).max((2, -1)) == schedule.PARTIAL).astype(jnp.int32)}
+    return {"unseen_tiles": jnp.asarray(unseen_tiles(problem, operands, block_kv))[:, None]}
 
 
 def _tiles_with(x: Array, block: int) -> Array:

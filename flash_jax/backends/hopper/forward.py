@@ -394,9 +394,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "bias_s": _bias_tiles(config, inputs.bias.dtype) if copies_bias else None,
         "out_s": swizzled((num_compute, WARPGROUP_ROWS, v_head_dim), out_dtype) if config.separate_out else None,
         "lse_s": plgpu.SMEM((num_compute, WARPGROUP_ROWS), jnp.float32),
-        "words_s": plgpu.SMEM(
-            (num_compute, clean.MARKS + _FLAGS), jnp.int32
-        ),  # marks, then flags: one array, for each takes whole kilobytes
+        # Marks, then flags: one array, for each takes whole kilobytes.
+        "words_s": plgpu.SMEM((num_compute, clean.MARKS + _FLAGS), jnp.int32),
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),

@@ -2,9 +2,9 @@
 
 A tile of 16-bit dtypes is `[block_kv, block_q]`, so that lse and delta lie along lanes, as they do in memory. In float32 it is the
 forward's, `[block_q, block_kv]`: an lse normalises the scores that it was made of, to their last bit, and a product of k and q may be
-rounded otherwise than that of q and k. Of all roundings of the backward this one matters most: gradients of a traced scale were
-off by ten times as much as those of `xla`. Where such a tile holds whole rows, their probabilities are normalised anew, and
-`sum(p * dp)` stands for `sum(out * dout)`, as `xla` does: neither lse nor out, which are rounded, is read.
+rounded otherwise than that of q and k. Of all roundings of the backward this one matters most (docs/numerics.md). Where such a tile
+holds whole rows, their probabilities are normalised anew, and `sum(p * dp)` stands for `sum(out * dout)`, as in `xla`: of lse and out,
+which are rounded, nothing is read.
 """
 
 from collections.abc import Callable
