@@ -114,6 +114,7 @@ CASES = {
     ),
     "one_row": Case(q_len=1, kv_len=4096, num_heads=8, options=lambda: {"is_causal": True, "q_offset": 4095}),
     "short": Case(q_len=40, kv_len=50),
+    "float32_whole_rows": Case(dtype=FLOAT, q_len=300, kv_len=200),  # whose last rows are past the end
     "float32_head_dim_256": Case(dtype="float32", head_dim=256),
     "float32_head_dim_512_long": Case(
         q_len=16384, kv_len=16384, head_dim=512, dtype="float32", num_heads=1, num_kv_heads=1, batch=1
