@@ -148,11 +148,6 @@ def _keep_interval(x, lo, hi):
     return jnp.where(seen if hi is None else seen & (columns < hi[:, None]), x, -jnp.inf)
 
 
-def _keep_largest(x, m, limit):
-    m = m[:, None]
-    return jnp.where(jnp.abs(m) > limit, jnp.where(x < -(2.0**-24) * jnp.abs(m), -jnp.inf, m - m), x)
-
-
 def _start_product(a_ref, b_ref):
     def product(acc_ref):
         plgpu.wgmma(acc_ref, a_ref, b_ref.transpose((1, 0)))
@@ -223,7 +218,6 @@ def interpreted(multiprocessors: int = 3):
         (_Interpreter, "interpret", _interpret_with_stores()),
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
-        (pipeline, "keep_largest", _keep_largest),
         (pipeline, "raise_flag", _raise_flag),
         (blocks, "keep_blocks", _keep_blocks),
         (clean, "mark_columns", _mark_columns),

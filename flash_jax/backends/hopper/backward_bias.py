@@ -100,10 +100,10 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             plgpu.commit_smem()
             plgpu.barrier_arrive(free_bar)
 
-            @pl.when(wg == 0)
+            @pipeline.when(wg == 0)
             def _():
                 plgpu.barrier_wait(free_bar)
-                pl.when(step < num_steps)(lambda: load(step))
+                pipeline.when(step < num_steps)(lambda: load(step))
 
         def one(carry):
             step, total = carry
@@ -118,7 +118,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             p, _ = tile_math.weights(s, pivot_s, tile_math.labels(tile), head, tile, kinds_g is not None, bias)
             if problem.q_len % rows:  # rows past the end are 0, and 0 times a key that is not finite and that no row sees is NaN
                 hide_past_end = lambda p: jnp.where(tile_math.queries(pivot_s) == jnp.inf, 0.0, p)
-                p = lax.cond(tile == whole[2] - 1, hide_past_end, lambda p: p, p)
+                p = pipeline.cond(tile == whole[2] - 1, hide_past_end, lambda p: p, p)
             reload(load_for_scores, scores_free_bar, following)
             plgpu.barrier_wait(dp_bar)
             dp = pipeline.finish_product(pipeline.start_product(v_s.at[zero, mine], dout_s.at[zero]), 0)
@@ -129,7 +129,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
         first = next_visible(jnp.int32(0))
         b, head, tile = cell
 
-        @pl.when((wg == 0) & (first < num_steps))
+        @pipeline.when((wg == 0) & (first < num_steps))
         def _():
             load_for_scores(first)
             load_for_dp(first)

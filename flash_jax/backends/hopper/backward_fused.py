@@ -88,7 +88,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             plgpu.copy_gmem_to_smem(g.key.at[b, keys, kv_head], k_s.at[0], k_bar)
             plgpu.copy_gmem_to_smem(g.value.at[b, keys, kv_head], v_s.at[0], v_bar)
 
-        pl.when(wg == 0)(load_keys)  # before the walk is looked up
+        pipeline.when(wg == 0)(load_keys)  # before the walk is looked up
         walk = Walk(problem, g, block_q, b, kv_head, kv_tile, masked_first=not problem.deterministic_backward)
         mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)  # rows of K and V, columns of dS; columns or rows of dQ
         tile_math = ScoreTile(problem, g, block_q, b, kv_tile, kv_start + wg * WARPGROUP_ROWS)
@@ -103,7 +103,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
         def load_bias(i):
             if copied_bias is not None:
-                pl.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
+                pipeline.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
 
         def zero(i):
             return opaque_zero(i + kv_tile)
@@ -118,10 +118,10 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             if clean:
                 plgpu.barrier_wait(dout_bar.at[slot])
 
-                @pl.when(tile_math.has_empty_rows(head, tile))
+                @pipeline.when(tile_math.has_empty_rows(head, tile))
                 def _():
                     for n, matrix in enumerate((q_s, dout_s)):
-                        pl.when(wg == n)(lambda matrix=matrix: tile_math.keep_queries(matrix.at[slot], pivot_s.at[slot]))
+                        pipeline.when(wg == n)(lambda matrix=matrix: tile_math.keep_queries(matrix.at[slot], pivot_s.at[slot]))
                     meet(both_bar)
 
             s = pipeline.start_product(k_s.at[zero(i), mine], q_s.at[slot])
@@ -139,7 +139,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             ds_s.at[slot, :, mine].transpose((1, 0))[...] = ds16
             plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
             meet(both_bar)
-            pl.when((wg == 0) & (i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
+            pipeline.when((wg == 0) & (i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
             load_bias(i + 1)
             seen = adds.pass_on(i)
 
@@ -166,7 +166,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             plgpu.barrier_wait(v_bar)
             if g.unseen_tiles is not None:
 
-                @pl.when(tile_math.has_unseen_keys(walk))
+                @pipeline.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, k_s.at[0, mine], v_s.at[0, mine])
                     meet(both_bar)
@@ -175,7 +175,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
 
         for i in range(STAGES):
-            pl.when((wg == 0) & (walk.steps > i))(functools.partial(load, i))
+            pipeline.when((wg == 0) & (walk.steps > i))(functools.partial(load, i))
         load_bias(0)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(run, accumulator, accumulator)

@@ -113,13 +113,13 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def clean_keys(matrix):
             if g.unseen_tiles is not None:
 
-                @pl.when(tile_math.has_unseen_keys(walk))
+                @pipeline.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, matrix.at[0])
                     meet(both_bar)
 
         def clean_queries(i, matrix):
-            @pl.when(tile_math.has_empty_rows(*walk(i)))
+            @pipeline.when(tile_math.has_empty_rows(*walk(i)))
             def _():
                 tile_math.keep_queries(matrix, pivot_s.at[slot_of(i, q_s)])
                 plgpu.commit_smem()
@@ -127,18 +127,18 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def meet_where_cleaned(i):
             """Each warpgroup cleans what its first product of the step reads; the other reads it too, later."""
             if g.empty_tiles is not None:
-                pl.when(tile_math.has_empty_rows(*walk(i)))(lambda: meet(both_bar))
+                pipeline.when(tile_math.has_empty_rows(*walk(i)))(lambda: meet(both_bar))
 
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
         tile_math = ScoreTile(problem, g, BLOCK_Q, b, kv_tile, kv_tile * BLOCK_KV)
 
-        @pl.when(lax.axis_index("wg") == 0)
+        @pipeline.when(lax.axis_index("wg") == 0)
         def _probabilities():
             plgpu.copy_gmem_to_smem(g.key.at[b, keys, kv_head], k_s.at[0], k_bar)
-            pl.when(walk.steps > 0)(lambda: load_query(0))
+            pipeline.when(walk.steps > 0)(lambda: load_query(0))
             plgpu.copy_gmem_to_smem(g.value.at[b, keys, kv_head], v_s.at[0], v_bar)
-            pl.when(walk.steps > 0)(lambda: load_dout(0))
-            pl.when(walk.steps > 1)(lambda: load_query(1))
+            pipeline.when(walk.steps > 0)(lambda: load_dout(0))
+            pipeline.when(walk.steps > 1)(lambda: load_query(1))
 
             adds = Adds(walk, walk.turns, done_g, wg=0)
 
@@ -146,7 +146,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
             def load_bias(i):
                 if copied_bias is not None:
-                    pl.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
+                    pipeline.when(i < walk.steps)(lambda: copied_bias.start_load(g.bias, *walk(i)))
 
             def start_scores(i):
                 """Call once Q of step i is there."""
@@ -176,7 +176,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     plgpu.barrier_arrive(p_bar)
                     load_bias(i + 1)
 
-                    @pl.when((i > 0) & (i + 1 < walk.steps))
+                    @pipeline.when((i > 0) & (i + 1 < walk.steps))
                     def _():
                         plgpu.barrier_wait(q_free_bar)
                         load_query(i + 1)
@@ -190,12 +190,12 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     def first_chunk(dq_acc):
                         plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(0, 0)])
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                        pl.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
+                        pipeline.when(i + 1 < walk.steps)(lambda: load_dout(i + 1))
                         add_dq(adds, seen, i, 0, dq)
 
                     def second_chunk(dq_acc):
                         plgpu.wgmma(dq_acc, ds_s.transpose((1, 0)), k_s.at[zero(i), :, columns(0, 1)])
-                        pl.when(i + 1 < walk.steps)(lambda: await_query(i + 1))
+                        pipeline.when(i + 1 < walk.steps)(lambda: await_query(i + 1))
                         s = start_scores(i + 1)  # after the last step of whatever is there
                         add_dq(adds, seen, i, 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=1))
                         return s
@@ -204,7 +204,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                     return pipeline.finish_product(pl.run_scoped(second_chunk, dq_chunk), 0)
 
                 load_bias(0)
-                pl.when(walk.steps > 0)(lambda: await_query(0))
+                pipeline.when(walk.steps > 0)(lambda: await_query(0))
                 lax.fori_loop(0, walk.steps, step, pipeline.finish_product(start_scores(0), 0))
                 return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
@@ -213,7 +213,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             meet(both_bar)
             store(dv, v_s.at[0], dv_g)
 
-        @pl.when(lax.axis_index("wg") == 1)
+        @pipeline.when(lax.axis_index("wg") == 1)
         def _scores_gradient():
             scores = plgpu.ACC((WARPGROUP_ROWS, BLOCK_Q), jnp.float32)
             adds = Adds(walk, walk.turns, done_g, wg=1)
@@ -258,7 +258,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
                         pl.run_scoped(query_gradient, dq_chunk)
                     plgpu.wgmma_wait(0)
-                    pl.when(i + 2 < walk.steps)(lambda: plgpu.barrier_arrive(q_free_bar))
+                    pipeline.when(i + 2 < walk.steps)(lambda: plgpu.barrier_arrive(q_free_bar))
 
                 lax.fori_loop(0, walk.steps, step, None)  # one code for all tiles: P is 0 where nothing is visible
                 return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)

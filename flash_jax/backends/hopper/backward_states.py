@@ -54,7 +54,7 @@ def pivot_and_log2_l(problem: Problem, inputs: Inputs, block_q: int, block_kv: i
             m, pivot, alpha = softmax.rescale(m, s.max(axis=0), softmax.LOG2E)
             return m, l * alpha + softmax.probs(s, pivot, tile_math.beside_queries, softmax.LOG2E).sum(axis=0)
 
-        @pl.when(g.lost[0] != 0)
+        @pipeline.when(g.lost[0] != 0)
         def _():
             plgpu.copy_gmem_to_smem(g.query.at[b, rows, head], q_s.at[0], q_bar)
             plgpu.barrier_wait(q_bar)

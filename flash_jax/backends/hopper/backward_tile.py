@@ -174,8 +174,8 @@ class Walk:
 
         def one(i, _):
             full = self.is_full(i)
-            pl.when(full)(lambda: step(i, False))
-            pl.when(jnp.logical_not(full))(lambda: step(i, True))
+            pipeline.when(full)(lambda: step(i, False))
+            pipeline.when(jnp.logical_not(full))(lambda: step(i, True))
 
         if self.masked_first:
             lax.fori_loop(0, self.masked_steps, lambda i, _: step(i, True), None)
@@ -186,7 +186,7 @@ class Walk:
 
 def slot_of(i, staged):
     """Where step i finds its tile in shared memory `[stages, ...]`."""
-    return 0 if staged.shape[0] == 1 else lax.rem(i, staged.shape[0])
+    return 0 if staged.shape[0] == 1 else pipeline.remainder(i, staged.shape[0])
 
 
 def opaque_zero(i):
@@ -304,7 +304,7 @@ class ScoreTile:
         exponent = log2_probs(s, pivot, self.queries, unit=1 if bias is None else LOG2E)
         if bias is not None:
             log2_l = self.refs.log2_l.at[self.b, head, pl.ds(tile * self.block_q, self.block_q)]
-            exponent = lax.cond(self.refs.lost[0] != 0, lambda x: x - self.queries(log2_l), lambda x: x, exponent)
+            exponent = pipeline.cond(self.refs.lost[0] != 0, lambda x: x - self.queries(log2_l), lambda x: x, exponent)
         p = jnp.exp2(exponent)
         return p, dscores(p, tanh)
 
@@ -313,7 +313,7 @@ class ScoreTile:
         s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2, unit=LOG2E if bias is None else 1)
         visible = lambda s: self._visible(s, q_labels, head, tile)
         if isinstance(partial, jax.Array):
-            s = lax.cond(partial, visible, lambda s: s, s)
+            s = pipeline.cond(partial, visible, lambda s: s, s)
         elif partial:
             s = visible(s)
         return s, tanh
@@ -339,8 +339,8 @@ class ScoreTile:
         if self.kv_labels is not None:
             noted = self.refs.notes[shared(self.refs.notes, 0, self.b), self.kv_tile, tile]
             alike = lambda s: jnp.where(self.queries(q_labels) == self._beside_keys(self.kv_labels), s, -jnp.inf)
-            s = lax.cond((noted & BOUNDS) != 0, in_interval, lambda s: s, s)
-            s = lax.cond((noted & LABELS) != 0, alike, lambda s: s, s)
+            s = pipeline.cond((noted & BOUNDS) != 0, in_interval, lambda s: s, s)
+            s = pipeline.cond((noted & LABELS) != 0, alike, lambda s: s, s)
         elif self.q_lo is not None:
             s = in_interval(s)
         if self.refs.kinds is not None:

@@ -17,8 +17,8 @@ from flash_jax.problem import FLOAT32_TINY, Problem
 from flash_jax.softmax import LOG2E
 
 _PARTIAL_SUM_COLUMNS = 8
-_LARGE = 2.0**28  # of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
-# Of a row's weights where m does not follow. Below the least, what p cannot hold would count: exp2 gives 0 in place of weights below
+_LARGE = 28  # log2 of a maximum in base-2 units; below it half its last bit is at most 8, which an exponential bears
+# Of a row's weights where m is the first tile's. Below the least, what p cannot hold would count: exp2 gives 0 in place of weights below
 # 2^-126, and products with small values are no normal numbers; in float16 p is off by up to 2^-25. Only rows that see nothing in their
 # first key tile get there. Above the largest, the inverse is no normal number.
 _LEAST_SUM = {"bfloat16": 2.0**-32, "float16": 2.0**-2}
@@ -113,6 +113,13 @@ class Tile(NamedTuple):
     out: Any = None
 
 
+def kv_tile_of(g: Inputs, tile: Tile, step):
+    """The key tile of a step."""
+    if g.lists is None:
+        return tile.first - step
+    return g.lists[shared(g.lists, 0, tile.b), shared(g.lists, 1, tile.head), tile.q_tile, tile.first + step]
+
+
 class Bounds(NamedTuple):
     """Which of the row bounds may hide a score."""
 
@@ -139,7 +146,7 @@ class Masked(NamedTuple):
 class Rows:
     """The arithmetic on 64 query rows of a warpgroup against the key tiles of its steps."""
 
-    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start, follows: bool):
+    def __init__(self, problem: Problem, config: Config, g: Inputs, tile: Tile, q_start):
         self.problem, self.config, self.g, self.tile, self.q_start = problem, config, g, tile, q_start
         rows = lambda ref: None if ref is None else self._load(ref.at[shared(ref, 0, tile.b), self._rows()], ROWS)
         self.kv_lo, self.kv_hi, self.q_labels = rows(g.kv_lo), rows(g.kv_hi), rows(g.q_labels)
@@ -150,7 +157,6 @@ class Rows:
         raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale * LOG2E >= FLOAT32_TINY
         self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
-        self.keeps_largest = raw and follows
         # float16 has little room: where the first key tile is one that only some rows see, the others' maximum is taken from the next ones.
         self.follows_at_first = problem.dtype.name == "float16"
 
@@ -242,7 +248,7 @@ class Rows:
         if self.q_labels is None:
             s = in_interval(s)
         else:
-            where_noted = lambda rule, keep, s: lax.cond((notes & rule) != 0, keep, lambda s: s, s)
+            where_noted = lambda rule, keep, s: pipeline.cond((notes & rule) != 0, keep, lambda s: s, s)
             s = where_noted(BOUNDS, in_interval, s)
             s = where_noted(LABELS, lambda s: self._keep_equal_labels(s, kv_labels), s)
         for ref in self.g.dense:
@@ -258,33 +264,58 @@ class Rows:
             s = jnp.where(lax.broadcast_in_dim(self.tile.visible != 0, s.shape, []), s, -jnp.inf)
         return s
 
-    def softmax(self, s, state, masked: bool, follows: bool):
-        """One step: `(p, state, alpha)`, `p = 2^(s - pivot)`; state is (m, l as partial sums), None before the first.
+    def no_maximum(self):
+        """Before the first step."""
+        return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROWS)
 
-        m, in the units of `_exponents`, is the largest score so far, or where this step does not follow, that of steps before. alpha is the
-        weight of what came before, None where it is 1.
-        """
-        if follows:
-            m = s.max(axis=1)
-            m = m if self.factor is None else m * self.factor
-            m = m if state is None else jnp.maximum(state[0], m)
-            pivot = softmax.pivot(m) if masked or self.g.bias is not None else m
-            alpha = None if state is None else jnp.exp2(self._in_base_2(state[0] - pivot))
-        else:
-            m, alpha = state[0], None
-            pivot = softmax.pivot(m)
+    def maximum(self, s, m):
+        """m `[64]`, or the largest score of each row if that is larger, in the units of `_exponents`."""
+        largest = s.max(axis=1)
+        return jnp.maximum(m, largest if self.factor is None else largest * self.factor)
+
+    def softmax(self, s, m, l, masked: bool = True):
+        """`(p, l)`: `p = 2^(s - pivot)` and its sum over keys with l, partial sums of a row or None before the first step."""
+        pivot = softmax.pivot(m) if masked or self.g.bias is not None else m
         p = jnp.exp2(self._exponents(s, pivot))
         parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
-        l = sum(parts[1:], parts[0])
-        if state is not None:
-            l = (state[1] if alpha is None else state[1] * self.column(alpha, _PARTIAL_SUM_COLUMNS)) + l
-        return p, (m, l), alpha
+        total = sum(parts[1:], parts[0])
+        return p, total if l is None else l + total
 
-    def empty_state(self):
-        """Before the first step."""
-        m = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
-        l = jnp.zeros((WARPGROUP_ROWS, _PARTIAL_SUM_COLUMNS), jnp.float32)
-        return plgpu.layout_cast(m, ROWS), plgpu.layout_cast(l, WGMMA)
+    def following(self, s, m, l):
+        """`(m, p, l, alpha)` relative to a maximum that follows; alpha `[64]` is the weight that what came before has now."""
+        m, before = self.maximum(s, m), m
+        alpha = jnp.exp2(self._in_base_2(before - softmax.pivot(m)))
+        return m, *self.softmax(s, m, l * self.column(alpha, _PARTIAL_SUM_COLUMNS)), alpha
+
+    def shrunk(self, m, q_s):
+        """m times a power of two a row, and the queries in q_s too, so that no |m| is above 2^28, which bears the rounding of `m * factor`.
+
+        Scores that large are alike or so far apart that only the largest count, before and after.
+        """
+        if self.factor is None:
+            return m
+        exponent = (lax.bitcast_convert_type(m, jnp.int32) >> 23) & 255
+        is_large = (exponent >= 127 + _LARGE) & (exponent < 255)
+        power = lax.bitcast_convert_type(jnp.where(is_large, 254 + _LARGE - 1 - exponent, 127) << 23, jnp.float32)
+
+        def shrink(n, _):
+            columns = q_s.at[:, pl.ds(pl.multiple_of(n * 64, 64), 64)]
+            query = plgpu.load(columns, layout=WGMMA)
+            columns[...] = (query.astype(jnp.float32) * self.column(power, 64)).astype(query.dtype)
+
+        lax.fori_loop(0, q_s.shape[1] // 64, shrink, None)
+        plgpu.commit_smem()
+        return m * power
+
+    def restored(self, m, kept):
+        """m as it was before `shrunk`, which is kept `[64]` in shared memory; of a row that never was, and whose m is large, anything."""
+        if self.factor is None:
+            return m
+        return jnp.where(self._is_large(m), self._load(kept, ROWS), m)
+
+    def _is_large(self, m):
+        """Whether `shrunk` gives such an m, or would change it."""
+        return jnp.logical_not(jnp.abs(softmax.pivot(m)) < 2.0 ** (_LARGE - 1))
 
     def _exponents(self, s, pivot):
         """`s - pivot` in base-2 units. pivot is in base-2 units but with a bias, where only the difference is sure to be finite there.
@@ -292,26 +323,27 @@ class Rows:
         So the pivot is the very number that is subtracted: all weights of a row are off alike by its rounding, which cancels.
         """
         x = s - self.column(pivot) if self.factor is None else s * self.factor - self.column(pivot)
-        return pipeline.keep_largest(x, pivot, _LARGE) if self.keeps_largest else self._in_base_2(x)
+        return self._in_base_2(x)
 
     def _in_base_2(self, difference):
         return difference if self.g.bias is None else difference * LOG2E
 
-    def finish(self, state, acc):
+    def finish(self, m, l, acc):
         """`(out, lse)` in float32."""
-        m, l = state
         m = softmax.pivot(m)
         m = m if self.g.bias is None else base_2(m)
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
 
-    def is_lost(self, state, out):
+    def is_lost(self, m, l, out):
         """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
         Those which see a key and have no sum, or one too small or too large, and those whose out is not finite. A row that sees nothing is
         among the first where neither bounds nor its only step tell.
         """
-        m, total = state[0], state[1].sum(axis=1)
+        total = l.sum(axis=1)
         fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < _LARGEST_SUM) & ((out * 0).sum(axis=1) == 0)
+        if self.factor is not None:
+            fits &= jnp.logical_not(self._is_large(m))
         lo, hi = jnp.int32(0), jnp.int32(self.problem.kv_len)
         if self.g.lists is None:
             hi = (self.tile.first + 1) * self.config.block_kv

@@ -6,9 +6,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, memref, scf, vector
-from jax._src.lib.mlir.dialects import math as math_dialect
+from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -39,6 +39,28 @@ def constant(n: int):
     """An int32 of a kernel."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+
+def cond(pred, true, false, *operands):
+    """`lax.cond`, for kernels. That casts pred to an integer, for which JAX starts `ptxas` to ask for its version, each time.
+
+    JAX lowers `false` twice: let it be the small one.
+    """
+    return lax.switch(lax.select(pred, jnp.int32(1), jnp.int32(0)), (false, true), *operands)
+
+
+def when(pred):
+    """`pl.when` by `cond`."""
+
+    def decorate(do) -> None:
+        cond(pred, lambda: (do(), None)[1], lambda: None)
+
+    return decorate
+
+
+def remainder(n, divisor: int):
+    """n mod divisor, n not negative: one instruction where divisor is a power of two; the sign would take three more."""
+    return n & (divisor - 1) if divisor & (divisor - 1) == 0 else lax.rem(n, jnp.int32(divisor))
 
 
 def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> jax.Array:
@@ -72,44 +94,6 @@ def keep_interval(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None) -> j
         return fragmented_array.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
 
     return select(x, *(bound for bound, _ in bounds))
-
-
-def keep_largest(x: jax.Array, m: jax.Array, limit: float) -> jax.Array:
-    """x `[64, n]`: exponents `s - m` with m `[64]`, the maximum as float32, so that they are off by up to half the last bit of m.
-
-    Where |m| > limit that is too much for an exponential. There only the scores that are m but for this rounding count, with 0, and all
-    others are -inf. In a branch, which threads without such rows do not take.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, ROWS), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
-    def keep(_, x, m):
-        f32 = ir.F32Type.get()
-        number = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, value))
-        at = lambda n: ir.DenseI64ArrayAttr.get([n])
-        element = lambda v, n: vector.extract(v, dynamic_position=[], static_position=at(n)) if isinstance(v.type, ir.VectorType) else v
-        rows = [element(r, 0) for r in m.registers.flat]
-        is_large = [arith.cmpf(arith.CmpFPredicate.OGT, math_dialect.absf(r), number(limit)) for r in rows]
-        pairs = list(x.registers.flat)
-        branch = scf.IfOp(arith.ori(*is_large), [pair.type for pair in pairs], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            least = [arith.mulf(math_dialect.absf(r), number(-(2.0**-24))) for r in rows]
-            zeros = [arith.subf(r, r) for r in rows]  # NaN of infinity
-            kept = []
-            for n, pair in enumerate(pairs):
-                row = n % 2
-                for e in range(2):
-                    one = element(pair, e)
-                    is_less = arith.cmpf(arith.CmpFPredicate.OLT, one, least[row])
-                    one = arith.select(is_large[row], arith.select(is_less, number(-math.inf), zeros[row]), one)
-                    pair = vector.insert(one, pair, dynamic_position=[], static_position=at(e))
-                kept.append(pair)
-            scf.yield_(kept)
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(pairs)
-        registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
-
-    return keep(x, m)
 
 
 def raise_flag(flag, rows: jax.Array) -> None:

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
+from flash_jax.backends.hopper import pipeline
+
 
 def table(ranges: jax.Array | None, lists: jax.Array | None, num_kv_tiles: int, num_q_tiles: int) -> jax.Array:
     """How many earlier key tiles visit the q tile, int32 `[1 | batch, 1 | num_kv_heads, num_kv_tiles, num_q_tiles]`.
@@ -54,7 +56,7 @@ class Adds:
         if self.done is None:
             return None
         plgpu.wait_smem_to_gmem(0)
-        pl.when(i > 0)(lambda: increment(self._count(i - 1)))
+        pipeline.when(i > 0)(lambda: increment(self._count(i - 1)))
         return look(self._count(i))
 
     def await_turn(self, i, seen) -> None:
@@ -67,7 +69,7 @@ class Adds:
         """Call after the last step."""
         if self.done is not None:
             plgpu.wait_smem_to_gmem(0)
-            pl.when(self.walk.steps > 0)(lambda: increment(self._count(self.walk.steps - 1)))
+            pipeline.when(self.walk.steps > 0)(lambda: increment(self._count(self.walk.steps - 1)))
 
 
 def look(ref) -> jax.Array:

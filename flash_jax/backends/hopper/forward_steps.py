@@ -1,0 +1,186 @@
+"""The key tiles of 64 query rows on a warpgroup of the forward: products, the softmax beside them, and whom they wait for."""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flash_jax.backends.hopper import clean, pipeline
+from flash_jax.backends.hopper.forward_tile import UNSEEN, Bounds, Masked, Rows, kv_tile_of
+from flash_jax.backends.hopper.pipeline import WGMMA
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block of threads; None where a call has no use for it. `_full`: copied; `_empty`: read."""
+
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    lse_s: Any
+    words_s: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    all_attended: Any
+    labels_s: Any = None
+    bias_s: Any = None
+    bias_full: Any = None
+    bias_empty: Any = None
+    v_marked: Any = None
+    out_s: Any = None
+
+
+def meet(barrier) -> None:
+    """What each warpgroup wrote to shared memory is there for all, once all are here."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+class Steps:
+    """A tile of rows. acc: reference of the accumulator of out, 0. late: softmax after the wait for the second product."""
+
+    def __init__(self, rows: Rows, masked: Masked, scratch: Scratch, acc, wg, late: bool):
+        self.rows, self.masked, self.scratch, self.acc, self.wg, self.late = rows, masked, scratch, acc, wg, late
+        self.config, self.tile = rows.config, rows.tile
+        self.full_begin, self.full_end = (lax.max(jnp.int32(1), x) for x in (self.tile.full_begin, self.tile.full_end))
+
+    def attend(self, count, m):
+        """`(m, l, O)` after `count` steps on other tiles. m `[64]`: -inf, or the maximum of each row over all its keys."""
+        masked, steps = self.masked, self.tile.steps
+        carry = self._first_step(count, m)
+        if masked.first is None:
+            carry = self._steps(1, steps, count, None, carry)
+        else:
+            if masked.before is not None:
+                carry = self._steps(1, self.full_begin, count, masked.before, carry, self.rows.follows_at_first)
+            carry = self._steps(self.full_begin, self.full_end, count, None, carry)
+            if masked.after is not None:
+                carry = self._steps(self.full_end, steps, count, masked.after, carry)
+        m, l, p16 = carry
+        if self.config.separate_out:
+            plgpu.barrier_arrive(self.scratch.q_empty.at[self.wg])
+        slot = self._slot(count + steps - 1)
+        self._second_product(p16, slot)
+        acc = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
+        plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
+        return m, l, acc
+
+    def search(self, count):
+        """The maximum of each row over all its keys."""
+
+        def step(j, m):
+            slot, kv_tile = self._slot(count + j), kv_tile_of(self.rows.g, self.tile, j)
+            s = self._logits(self._first_product(slot), slot, kv_tile)
+            if self.masked.first is not None:
+                hide = lambda s: self._hide(s, slot, kv_tile, self.rows.notes(kv_tile), Bounds(), self.masked.blank)
+                s = pipeline.cond((j < self.full_begin) | (self.full_end <= j), hide, lambda s: s, s)
+            if not self.masked.clears:
+                plgpu.barrier_wait(self.scratch.v_full.at[slot])
+            plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
+            return self.rows.maximum(s, m)
+
+        return lax.fori_loop(0, self.tile.steps, step, self.rows.no_maximum())
+
+    def _first_step(self, count, m):
+        slot = self._slot(count)
+        qk = self._first_product(slot)
+        kv_tile, mask = kv_tile_of(self.rows.g, self.tile, 0), self.masked.first
+        notes = None if mask is None else self.rows.notes(kv_tile)
+        s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask, self.masked.blank)
+        m = self.rows.maximum(s, m)
+        p, l = self.rows.softmax(s, m, None, mask is not None)
+        p16 = self.rows.weights(p, kv_tile)
+        self._clear(p16, slot, notes)
+        return m, l, p16
+
+    def _steps(self, lower, upper, count, mask, carry, follows=False):
+        return lax.fori_loop(lower, upper, lambda j, carry: self._step(j, count, mask, carry, follows), carry)
+
+    def _step(self, j, count, mask, carry, follows):
+        """The second product of a step runs beside the first one of the next, and beside its softmax."""
+        m, l, p16 = carry
+        slot, v_slot = self._slot(count + j), self._slot(count + j - 1)
+        kv_tile = kv_tile_of(self.rows.g, self.tile, j)
+        notes = None if mask is None else self.rows.notes(kv_tile)
+
+        def softmax():
+            s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask)
+            return self.rows.following(s, m, l) if follows else (m, *self.rows.softmax(s, m, l), None)
+
+        qk = self._first_product(slot, then=lambda: self._second_product(p16, v_slot))
+        if not self.late:
+            m, p, l, alpha = softmax()
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.scratch.v_empty.at[v_slot])
+        if self.late:
+            m, p, l, alpha = softmax()
+        p16 = self.rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
+        if alpha is not None:
+            out = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
+            self.acc[...] = out * self.rows.column(alpha, out.shape[1])
+        self._clear(p16, slot, notes)
+        return m, l, p16
+
+    def _slot(self, count):
+        return pipeline.remainder(count, self.config.stages)
+
+    def _first_product(self, slot, then=None):
+        """Q K^T, and what `then` starts after it in the same turn, which may still run."""
+
+        def start():
+            qk = pipeline.start_product(self.scratch.q_s.at[self.wg], self.scratch.k_s.at[slot])
+            if then is not None:
+                then()
+            return qk
+
+        plgpu.barrier_wait(self.scratch.k_full.at[slot])
+        qk = pipeline.finish_product(self._in_turn(start), 0 if then is None else 1)
+        plgpu.barrier_arrive(self.scratch.k_empty.at[slot])
+        return qk
+
+    def _in_turn(self, start):
+        if not self.config.take_turns:
+            return start()
+        pipeline.await_turn(self.wg)
+        result = start()
+        pipeline.pass_turn(pipeline.remainder(self.wg + 1, self.config.warpgroups))
+        return result
+
+    def _second_product(self, p16, slot):
+        if not self.masked.clears:
+            plgpu.barrier_wait(self.scratch.v_full.at[slot])
+        plgpu.wgmma(self.acc, p16, self.scratch.v_s.at[slot])
+
+    def _logits(self, qk, slot, kv_tile):
+        if self.masked.clears:
+            plgpu.barrier_wait(self.scratch.v_full.at[slot])
+        if self.scratch.bias_s is None:
+            return self.rows.logits(qk, self.rows.bias(kv_tile))
+        plgpu.barrier_wait(self.scratch.bias_full.at[self.wg])
+        s = self.rows.logits(qk, plgpu.load(self.scratch.bias_s.at[self.wg], layout=WGMMA))
+        plgpu.commit_smem()  # before the copy engine overwrites it
+        plgpu.barrier_arrive(self.scratch.bias_empty.at[self.wg])
+        return s
+
+    def _hide(self, s, slot, kv_tile, notes, mask, blank=False):
+        if mask is None:
+            return s
+        labels = None if self.scratch.labels_s is None else self.scratch.labels_s.at[slot]
+        return self.rows.mask(s, kv_tile, labels, notes, mask, blank)
+
+    def _clear(self, p16, slot, notes):
+        """What V holds in keys whose weights are all 0 is not there for the product to come."""
+        if notes is not None:
+            pipeline.when((notes & UNSEEN) != 0)(lambda: self._clear_columns(p16, slot))
+
+    def _clear_columns(self, p16, slot):
+        words, v = self.scratch.words_s, self.scratch.v_s.at[slot]
+        clean.mark_columns(p16, words.at[self.wg])
+        meet(self.scratch.v_marked)
+        clean.clear_rows(words, v, self.config.v_swizzle, self.wg, self.config.warpgroups)
+        meet(self.scratch.v_marked)
