@@ -68,7 +68,7 @@ CASES = {  # arrays, options
     "deterministic": ({}, {"is_causal": True, "deterministic_backward": True}),
 }
 KNOWN = {  # (jax, case, head_dim): bytes that its kernels spill at most, stored and loaded, where registers do not suffice
-    # At head_dim 256 mostly numbers that a tile of rows needs once: the forward computes a tile in one of two ways.
+    # At head_dim 256 mostly numbers that a tile of rows needs once.
     ("0.11", "causal", 256): 60,
     ("0.11", "gqa", 256): 60,
     ("0.11", "deterministic", 256): 60,

@@ -112,7 +112,7 @@ class Steps:
             s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask)
             return self.rows.following(s, m, l) if follows else (m, *self.rows.softmax(s, m, l), None)
 
-        qk = self._first_product(slot, then=lambda: self._second_product(p16, v_slot))
+        qk = self._both_products(slot, p16, v_slot)
         if not self.late:
             m, p, l, alpha = softmax()
         plgpu.wgmma_wait(0)
@@ -129,25 +129,34 @@ class Steps:
     def _slot(self, count):
         return pipeline.remainder(count, self.config.stages)
 
-    def _first_product(self, slot, then=None):
-        """Q K^T, and what `then` starts after it in the same turn, which may still run."""
-
-        def start():
-            qk = pipeline.start_product(self.scratch.q_s.at[self.wg], self.scratch.k_s.at[slot])
-            if then is not None:
-                then()
-            return qk
-
+    def _first_product(self, slot):
+        """Q K^T with nothing beside it."""
         plgpu.barrier_wait(self.scratch.k_full.at[slot])
-        qk = pipeline.finish_product(self._in_turn(start), 0 if then is None else 1)
+        qk = pipeline.finish_product(self._in_turn(lambda: self._start_first(slot)), 0)
         plgpu.barrier_arrive(self.scratch.k_empty.at[slot])
         return qk
 
-    def _in_turn(self, start):
+    def _both_products(self, slot, p16, v_slot):
+        """Q K^T, and the other one still at work. The turn ends with Q K^T (measured: docs/dev/experiments.md)."""
+
+        def run():
+            qk = self._start_first(slot)
+            self._second_product(p16, v_slot)
+            return pipeline.finish_product(qk, 1)
+
+        plgpu.barrier_wait(self.scratch.k_full.at[slot])
+        qk = self._in_turn(run)
+        plgpu.barrier_arrive(self.scratch.k_empty.at[slot])
+        return qk
+
+    def _start_first(self, slot):
+        return pipeline.start_product(self.scratch.q_s.at[self.wg], self.scratch.k_s.at[slot])
+
+    def _in_turn(self, run):
         if not self.config.take_turns:
-            return start()
+            return run()
         pipeline.await_turn(self.wg)
-        result = start()
+        result = run()
         pipeline.pass_turn(pipeline.remainder(self.wg + 1, self.config.warpgroups))
         return result
 
