@@ -139,10 +139,10 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                         bias = g.bias.at[shared(g.bias, 0, tile.b), shared(g.bias, 1, tile.head), rows_of(w), keys]
                         plgpu.copy_gmem_to_smem(bias, s.bias_s.at[w], s.bias_full.at[w])
                     plgpu.barrier_wait(s.v_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(g.value.at[at], s.v_s.at[slot], s.v_full.at[slot])
                     if has_labels:
                         labels = g.kv_labels.at[shared(g.kv_labels, 0, tile.b), keys]
-                        plgpu.copy_gmem_to_smem(labels, s.labels_s.at[slot], s.v_full.at[slot])
+                        plgpu.copy_gmem_to_smem(labels, s.labels_s.at[slot], s.labels_full.at[slot])
+                    plgpu.copy_gmem_to_smem(g.value.at[at], s.v_s.at[slot], s.v_full.at[slot])
                     return count + 1
 
                 def all_steps(is_second, count):
@@ -234,7 +234,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         "q_full": plgpu.Barrier(num_barriers=num_compute),
         "q_empty": plgpu.Barrier(num_barriers=num_compute),
         "k_full": plgpu.Barrier(num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=2 if has_labels else 1, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_barriers=stages),
+        "labels_full": plgpu.Barrier(num_barriers=stages) if has_labels else None,
         "bias_full": plgpu.Barrier(num_barriers=num_compute) if copies_bias else None,
         "k_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=num_compute, num_barriers=stages),

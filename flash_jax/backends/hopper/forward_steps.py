@@ -27,6 +27,7 @@ class Scratch(NamedTuple):
     v_empty: Any
     all_attended: Any
     labels_s: Any = None
+    labels_full: Any = None
     bias_s: Any = None
     bias_full: Any = None
     bias_empty: Any = None
@@ -79,8 +80,7 @@ class Steps:
             if self.masked.first is not None:
                 hide = lambda s: self._hide(s, slot, kv_tile, self.rows.notes(kv_tile), Bounds(), self.masked.blank)
                 s = pipeline.cond((j < self.full_begin) | (self.full_end <= j), hide, lambda s: s, s)
-            if not self.masked.clears:
-                plgpu.barrier_wait(self.scratch.v_full.at[slot])
+            plgpu.barrier_wait(self.scratch.v_full.at[slot])
             plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
             return self.rows.maximum(s, m)
 
@@ -166,8 +166,8 @@ class Steps:
         plgpu.wgmma(self.acc, p16, self.scratch.v_s.at[slot])
 
     def _logits(self, qk, slot, kv_tile):
-        if self.masked.clears:
-            plgpu.barrier_wait(self.scratch.v_full.at[slot])
+        if self.scratch.labels_full is not None:
+            plgpu.barrier_wait(self.scratch.labels_full.at[slot])
         if self.scratch.bias_s is None:
             return self.rows.logits(qk, self.rows.bias(kv_tile))
         plgpu.barrier_wait(self.scratch.bias_full.at[self.wg])
@@ -184,6 +184,8 @@ class Steps:
 
     def _clear(self, p16, slot, notes):
         """What V holds in keys whose weights are all 0 is not there for the product to come."""
+        if self.masked.clears:
+            plgpu.barrier_wait(self.scratch.v_full.at[slot])
         if notes is not None:
             pipeline.when((notes & UNSEEN) != 0)(lambda: self._clear_columns(p16, slot))
 
