@@ -21,12 +21,15 @@ H200 = Device("gpu", "NVIDIA H200")
     ("dtype", "kv_len", "head_dim"), [("bfloat16", 1, 64), ("bfloat16", 150, 128), pytest.param("float16", 150, 64, marks=pytest.mark.slow)]
 )
 def test_equal_keys_weigh_alike_where_logits_are_beyond_1e9(dtype, kv_len, head_dim):
-    """In every tile of keys. Products are exact in float32, in whatever order they are added."""
-    query = np.full((1, 64, 1, head_dim), 2.0**15) * (1 + np.arange(64) % 8 / 8)[:, None, None]
+    """In every tile of keys, and of rows, on one multiprocessor: logits of 10 and thereabouts, of some 10^8 and of more than 10^9.
+
+    Products are exact in float32, in whatever order they are added. Weights of the second tile of rows fit bfloat16 as they are.
+    """
+    query = (2.0 ** np.repeat([-15, 10, 15], 64) * (1 + np.arange(192) % 8 / 8))[None, :, None, None] * np.ones(head_dim)
     key = np.full((1, kv_len, 1, head_dim), 2.0**15)
     arrays = [np.asarray(x, dtype) for x in (query, key, np.random.default_rng(0).standard_normal(key.shape))]
     request = api.prepare(*arrays)
-    with interpreted():
+    with interpreted(multiprocessors=1):
         out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, Config(1, 64), request.operands))()
     np.testing.assert_allclose(lse, (query * key[:, :1]).sum(-1) / head_dim**0.5 + np.log(kv_len), rtol=1e-6)
     mean = arrays[2].astype(np.float64).mean(1, keepdims=True)

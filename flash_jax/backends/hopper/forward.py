@@ -172,8 +172,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 plgpu.barrier_wait(scratch.q_full.at[wg])
                 m, first = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), count))
                 m, l, acc = steps.attend(first, m)
-                m = rows.restored(m, lse_of)
-                out, lse = rows.finish(m, l, acc)
+                out, lse = rows.finish(rows.restored(m, lse_of), l, acc)
                 flags.raise_lost(wg, n, *rows.is_lost(m, l, out))
                 return out, lse, first + tile.steps
 
