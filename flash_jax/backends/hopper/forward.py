@@ -121,14 +121,15 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 kv_head = lax.div(tile.head, jnp.int32(group))
                 rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-                def step(j, is_second, count):
+                def step(i, count):
+                    j = lax.select(i < tile.steps, i, i - tile.steps)
                     slot = pipeline.remainder(count, stages)
                     keys = pl.ds(kv_tile_of(g, tile, j) * block_kv, block_kv)
                     at = (tile.b, keys, kv_head)
                     plgpu.barrier_wait(s.k_empty.at[slot])
                     plgpu.copy_gmem_to_smem(g.key.at[at], s.k_s.at[slot], s.k_full.at[slot])
 
-                    @pl.when((j == 0) & ~is_second)
+                    @pl.when(i == 0)
                     def _():
                         for w in range(num_compute):
                             plgpu.barrier_wait(s.q_empty.at[w])
@@ -145,13 +146,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     plgpu.copy_gmem_to_smem(g.value.at[at], s.v_s.at[slot], s.v_full.at[slot])
                     return count + 1
 
-                def all_steps(is_second, count):
-                    """The second time where the maximum was searched for in the first."""
-                    is_second = is_second != 0
-                    steps = lambda: lax.fori_loop(0, tile.steps, lambda j, count: step(j, is_second, count), count)
-                    return lax.cond(~is_second | flags.searches(n, is_again), steps, lambda: count)
-
-                return lax.fori_loop(0, 2, all_steps, count)
+                times = lax.select(flags.searches(n, is_again), jnp.int32(2), jnp.int32(1))  # the first one for the maximum
+                return lax.fori_loop(0, times * tile.steps, step, count)
 
             for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(s.all_attended))
 
