@@ -254,7 +254,7 @@ def on_all_scores(spec: MaskSpec, operands: MaskOperands, num_heads: int, length
     for blocks, block_sizes in zip(operands.blocks, spec.block_sizes, strict=True):
         seen &= in_blocks(blocks, block_sizes, q_ids, kv_ids)
     for function, arrays in zip(spec.functions, operands.functions, strict=True):
-        seen &= where_it_differs(function, operands.batch_ids, num_heads, q_ids, kv_ids, arrays)
+        seen &= by_function_on_all_heads(function, operands.batch_ids, num_heads, q_ids, kv_ids, arrays)
     return seen
 
 
@@ -295,7 +295,9 @@ def by_function(function: MaskFunction, batch: Array, head: Array, q_ids: Array,
     return on_tile(batch, head, q_ids, kv_ids, *operands)
 
 
-def where_it_differs(function: MaskFunction, batch_ids, num_heads: int, q_ids: Array, kv_ids: Array, operands: tuple[Array, ...]) -> Array:
+def by_function_on_all_heads(
+    function: MaskFunction, batch_ids, num_heads: int, q_ids: Array, kv_ids: Array, operands: tuple[Array, ...]
+) -> Array:
     """`by_function` for all batch entries and heads; once for all of those to which the function is the same."""
     if not function.reads_batch and all(x.shape[0] == 1 for x in operands):
         batch_ids = batch_ids[:1]

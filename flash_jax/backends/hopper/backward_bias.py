@@ -95,7 +95,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
         def load_for_dp(step):
             load(step, g.value, g.dout, g.delta, v_s, dout_s, delta_s, dp_bar)
 
-        def reload(load, free_bar, step):
+        def reload(start, free_bar, step):
             """Start a copy to where both warpgroups are done."""
             plgpu.commit_smem()
             plgpu.barrier_arrive(free_bar)
@@ -103,7 +103,7 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             @pipeline.when(wg == 0)
             def _():
                 plgpu.barrier_wait(free_bar)
-                pipeline.when(step < num_steps)(lambda: load(step))
+                pipeline.when(step < num_steps)(lambda: start(step))
 
         def one(carry):
             step, total = carry
@@ -116,7 +116,8 @@ def cells(problem: Problem, inputs: Inputs, kinds) -> jax.Array:
             s = pipeline.finish_product(pipeline.start_product(k_s.at[zero, mine], q_s.at[zero]), 0)
             bias = tile_math.bias(head, tile) if own_bias is None else own_bias.read()
             p, _ = tile_math.weights(s, pivot_s, tile_math.labels(tile), head, tile, kinds_g is not None, bias)
-            if problem.q_len % rows:  # rows past the end are 0, and 0 times a key that is not finite and that no row sees is NaN
+            if problem.q_len % rows:
+                # Past the end q is 0 and the pivot inf, so p is 0, but NaN where a key is not finite, for 0 times it is NaN.
                 hide_past_end = lambda p: jnp.where(tile_math.queries(pivot_s) == jnp.inf, 0.0, p)
                 p = pipeline.cond(tile == whole[2] - 1, hide_past_end, lambda p: p, p)
             reload(load_for_scores, scores_free_bar, following)

@@ -33,7 +33,6 @@ from flash_jax.backends.hopper.backward_tile import (
     call,
     is_copied,
     labels_scratch,
-    meet,
     opaque_zero,
     position,
     slot_of,
@@ -122,7 +121,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                 def _():
                     for n, matrix in enumerate((q_s, dout_s)):
                         pipeline.when(wg == n)(lambda matrix=matrix: tile_math.keep_queries(matrix.at[slot], pivot_s.at[slot]))
-                    meet(both_bar)
+                    pipeline.meet(both_bar)
 
             s = pipeline.start_product(k_s.at[zero(i), mine], q_s.at[slot])
             if not clean:
@@ -138,7 +137,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
             # dS is stored before dV starts, and dV before the wait for the other warpgroup, which it fills; docs/dev/experiments.md.
             ds_s.at[slot, :, mine].transpose((1, 0))[...] = ds16
             plgpu.wgmma(dv_acc, p16, dout_s.at[slot])
-            meet(both_bar)
+            pipeline.meet(both_bar)
             pipeline.when((wg == 0) & (i > 0) & (i + 1 < walk.steps))(lambda: load(i + 1))
             load_bias(i + 1)
             seen = adds.pass_on(i)
@@ -169,7 +168,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                 @pipeline.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, k_s.at[0, mine], v_s.at[0, mine])
-                    meet(both_bar)
+                    pipeline.meet(both_bar)
 
             walk.for_each(functools.partial(step, dk_acc, dv_acc))
             return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
@@ -184,7 +183,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         v_s[0, mine] = dv.astype(dtype)  # only this warpgroup reads these rows of V
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(v_s.at[0, mine], dv_g.at[b, rows, kv_head])
-        meet(both_bar)  # both read all of K for dQ
+        pipeline.meet(both_bar)  # both read all of K for dQ
         k_s[0, mine] = (dk * tile_math.scale).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(k_s.at[0, mine], dk_g.at[b, rows, kv_head])

@@ -28,7 +28,6 @@ from flash_jax.backends.hopper.backward_tile import (
     bias_scratch,
     call,
     labels_scratch,
-    meet,
     opaque_zero,
     position,
     slot_of,
@@ -116,7 +115,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
                 @pipeline.when(tile_math.has_unseen_keys(walk))
                 def _():
                     tile_math.keep_keys(walk, matrix.at[0])
-                    meet(both_bar)
+                    pipeline.meet(both_bar)
 
         def clean_queries(i, matrix):
             @pipeline.when(tile_math.has_empty_rows(*walk(i)))
@@ -127,7 +126,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
         def meet_where_cleaned(i):
             """Each warpgroup cleans what its first product of the step reads; the other reads it too, later."""
             if g.empty_tiles is not None:
-                pipeline.when(tile_math.has_empty_rows(*walk(i)))(lambda: meet(both_bar))
+                pipeline.when(tile_math.has_empty_rows(*walk(i)))(lambda: pipeline.meet(both_bar))
 
         dq_chunk = plgpu.ACC((BLOCK_Q, _CHUNK), jnp.float32)
         tile_math = ScoreTile(problem, g, BLOCK_Q, b, kv_tile, kv_tile * BLOCK_KV)
@@ -210,7 +209,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
             dv = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
             adds.end()
-            meet(both_bar)
+            pipeline.meet(both_bar)
             store(dv, v_s.at[0], dv_g)
 
         @pipeline.when(lax.axis_index("wg") == 1)
@@ -265,7 +264,7 @@ def dq_dk_dv(problem: Problem, inputs: Inputs, dq, done) -> tuple[jax.Array, jax
 
             dk = pl.run_scoped(run, plgpu.ACC((WARPGROUP_ROWS, HEAD_DIM), jnp.float32))
             adds.end()
-            meet(both_bar)
+            pipeline.meet(both_bar)
             store(dk * tile_math.scale, k_s.at[0], dk_g)
 
     scratch = {

@@ -194,13 +194,6 @@ def opaque_zero(i):
     return lax.shift_right_logical(i, 24)
 
 
-def meet(barrier) -> None:
-    """What each warpgroup wrote to shared memory is there for the products and copies of both."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
 def store(ref, x) -> None:
     """To global memory from registers, in sectors that may be partial: JAX 0.12 wants that said, 0.11 has no word for it."""
     if hasattr(plgpu, "store"):

@@ -1,6 +1,6 @@
 """Forward on Hopper: one persistent, warp-specialised kernel.
 
-One warp copies tiles of K, V, Q and the bias into shared memory; two or three warpgroups compute, 64 query rows each:
+One warp copies tiles of K, V, Q and the bias into shared memory; one to three warpgroups compute, 64 query rows each:
 
     S = Q K(0)^T;  m = max S;  P = exp2(S - m);  l = sum P
     for each further key tile j:
@@ -10,16 +10,15 @@ One warp copies tiles of K, V, Q and the bias into shared memory; two or three w
     O += P V(last);  out = O / l;  lse = m + log l
 
 The maximum m need not follow, for out and lse do not depend on it: it is that of the first key tile. (In float16, which has little room, it
-follows in the tiles that only some rows see: P, l and O are multiplied by alpha = exp2(m before - m).) A weight can leave the range of its
+follows in the masked tiles before the full ones: l and O are multiplied by alpha = exp2(m before - m).) A weight can leave the range of its
 dtype; such a row is lost, and its tile of rows is computed anew after all others: first S alone, for the maximum over all keys, then as
-above with that m. Where rows are lost to large logits, the block's later tiles of rows are computed so at once.
+above with that m. Where rows of tile n of a block's list are lost to large logits, tiles n + 3, n + 6 and so on are computed so at once.
 
 Exponentials are base 2 with the scale folded in. P goes to the second product from registers. Row sums are kept per thread, eight columns
 wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3, whose maximum follows.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -29,7 +28,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax.backends.hopper import pipeline
 from flash_jax.backends.hopper.flags import WORDS, Flags
-from flash_jax.backends.hopper.forward_steps import Scratch, Steps, meet
+from flash_jax.backends.hopper.forward_steps import Scratch, Steps
 from flash_jax.backends.hopper.forward_tile import Config, Inputs, Masked, Rows, Tile, kv_tile_of
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, shared, swizzled
 from flash_jax.problem import Problem
@@ -115,8 +114,6 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
             return lax.fori_loop(0, 2 * count, one, carry)
 
         def copy_tiles():
-            s = scratch
-
             def one_tile(n, is_again, tile, count):
                 kv_head = lax.div(tile.head, jnp.int32(group))
                 rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -126,30 +123,30 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     slot = pipeline.remainder(count, stages)
                     keys = pl.ds(kv_tile_of(g, tile, j) * block_kv, block_kv)
                     at = (tile.b, keys, kv_head)
-                    plgpu.barrier_wait(s.k_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(g.key.at[at], s.k_s.at[slot], s.k_full.at[slot])
+                    plgpu.barrier_wait(scratch.k_empty.at[slot])
+                    plgpu.copy_gmem_to_smem(g.key.at[at], scratch.k_s.at[slot], scratch.k_full.at[slot])
 
                     @pl.when(i == 0)
                     def _():
                         for w in range(num_compute):
-                            plgpu.barrier_wait(s.q_empty.at[w])
-                            plgpu.copy_gmem_to_smem(g.query.at[tile.b, rows_of(w), tile.head], s.q_s.at[w], s.q_full.at[w])
+                            plgpu.barrier_wait(scratch.q_empty.at[w])
+                            plgpu.copy_gmem_to_smem(g.query.at[tile.b, rows_of(w), tile.head], scratch.q_s.at[w], scratch.q_full.at[w])
 
                     for w in range(num_compute if copies_bias else 0):
-                        plgpu.barrier_wait(s.bias_empty.at[w])
+                        plgpu.barrier_wait(scratch.bias_empty.at[w])
                         bias = g.bias.at[shared(g.bias, 0, tile.b), shared(g.bias, 1, tile.head), rows_of(w), keys]
-                        plgpu.copy_gmem_to_smem(bias, s.bias_s.at[w], s.bias_full.at[w])
-                    plgpu.barrier_wait(s.v_empty.at[slot])
+                        plgpu.copy_gmem_to_smem(bias, scratch.bias_s.at[w], scratch.bias_full.at[w])
+                    plgpu.barrier_wait(scratch.v_empty.at[slot])
                     if has_labels:
                         labels = g.kv_labels.at[shared(g.kv_labels, 0, tile.b), keys]
-                        plgpu.copy_gmem_to_smem(labels, s.labels_s.at[slot], s.labels_full.at[slot])
-                    plgpu.copy_gmem_to_smem(g.value.at[at], s.v_s.at[slot], s.v_full.at[slot])
+                        plgpu.copy_gmem_to_smem(labels, scratch.labels_s.at[slot], scratch.labels_full.at[slot])
+                    plgpu.copy_gmem_to_smem(g.value.at[at], scratch.v_s.at[slot], scratch.v_full.at[slot])
                     return count + 1
 
                 times = lax.select(flags.searches(n, is_again), jnp.int32(2), jnp.int32(1))  # the first one for the maximum
                 return lax.fori_loop(0, times * tile.steps, step, count)
 
-            for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(s.all_attended))
+            for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(scratch.all_attended))
 
         def compute_tiles():
             out_of, lse_of = out_s.at[wg], scratch.lse_s.at[wg]
@@ -174,8 +171,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             def one_tile(n, is_again, tile, count):
                 q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
-                attend_tile = functools.partial(attend, n=n, is_again=is_again, tile=tile, q_start=q_start, count=count)
-                out, lse, count = pl.run_scoped(attend_tile, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
+                accumulator = plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32)
+                out, lse, count = pl.run_scoped(lambda acc: attend(acc, n, is_again, tile, q_start, count), accumulator)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_of[...] = out.astype(out_dtype)
                 lse_of[...] = lse
@@ -189,7 +186,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
 
             def await_all():
                 plgpu.wait_smem_to_gmem(0)  # what was stored lies there before it is stored anew
-                meet(scratch.all_attended)
+                pipeline.meet(scratch.all_attended)
 
             for barriers, mine in ((scratch.k_empty, range(stages)), (scratch.v_empty, range(stages)), (scratch.q_empty, [wg])):
                 for n in mine:
@@ -217,7 +214,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
             plgpu.set_max_registers(compute_registers, action="increase")
             compute_tiles()
 
-    scratch = {
+    scratch_types = {
         "q_s": swizzled((num_compute, WARPGROUP_ROWS, head_dim), dtype),
         "k_s": swizzled((stages, block_kv, head_dim), dtype),
         "v_s": swizzled((stages, block_kv, v_head_dim), dtype, config.v_swizzle),
@@ -248,7 +245,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         grid_names=("multiprocessor",),
         num_threads=num_compute + 1,
         thread_name="wg",
-        scratch_types={name: x for name, x in scratch.items() if x is not None},
+        scratch_types={name: x for name, x in scratch_types.items() if x is not None},
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -35,13 +35,6 @@ class Scratch(NamedTuple):
     out_s: Any = None
 
 
-def meet(barrier) -> None:
-    """What each warpgroup wrote to shared memory is there for all, once all are here."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
 class Steps:
     """A tile of rows. acc: reference of the accumulator of out, 0. late: softmax after the wait for the second product."""
 
@@ -80,7 +73,7 @@ class Steps:
             if self.masked.first is not None:
                 hide = lambda s: self._hide(s, slot, kv_tile, self.rows.notes(kv_tile), Bounds(), self.masked.blank)
                 s = pipeline.cond((j < self.full_begin) | (self.full_end <= j), hide, lambda s: s, s)
-            plgpu.barrier_wait(self.scratch.v_full.at[slot])
+            plgpu.barrier_wait(self.scratch.v_full.at[slot])  # V is copied too, and not read
             plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
             return self.rows.maximum(s, m)
 
@@ -192,6 +185,6 @@ class Steps:
     def _clear_columns(self, p16, slot):
         words, v = self.scratch.words_s, self.scratch.v_s.at[slot]
         clean.mark_columns(p16, words.at[self.wg])
-        meet(self.scratch.v_marked)
+        pipeline.meet(self.scratch.v_marked)
         clean.clear_rows(words, v, self.config.v_swizzle, self.wg, self.config.warpgroups)
-        meet(self.scratch.v_marked)
+        pipeline.meet(self.scratch.v_marked)

@@ -265,7 +265,7 @@ class Rows:
         return s
 
     def no_maximum(self):
-        """Before the first step."""
+        """-inf `[64]`: that of no key."""
         return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROWS)
 
     def maximum(self, s, m):
@@ -298,7 +298,7 @@ class Rows:
         is_large = (exponent >= 127 + _LARGE) & (exponent < 255)
         power = lax.bitcast_convert_type(jnp.where(is_large, 254 + _LARGE - 1 - exponent, 127) << 23, jnp.float32)
 
-        def shrink(n, _):
+        def shrink(n, _):  # 64 columns at a time, for registers
             columns = q_s.at[:, pl.ds(pl.multiple_of(n * 64, 64), 64)]
             query = plgpu.load(columns, layout=WGMMA)
             columns[...] = (query.astype(jnp.float32) * self.column(power, 64)).astype(query.dtype)
@@ -308,13 +308,16 @@ class Rows:
         return m * power
 
     def restored(self, m, kept):
-        """m as it was before `shrunk`, which is kept `[64]` in shared memory; of a row that never was, and whose m is large, anything."""
+        """m as it was before `shrunk`, which is kept `[64]` in shared memory. Where nothing was searched for and m is large, anything.
+
+        `is_lost` has such rows.
+        """
         if self.factor is None:
             return m
         return jnp.where(self._is_large(m), self._load(kept, ROWS), m)
 
     def _is_large(self, m):
-        """Whether `shrunk` gives such an m, or would change it."""
+        """Whether |m| is at least 2^27, as `shrunk` leaves what it has changed, or not finite."""
         return jnp.logical_not(jnp.abs(softmax.pivot(m)) < 2.0 ** (_LARGE - 1))
 
     def _exponents(self, s, pivot):
@@ -337,8 +340,9 @@ class Rows:
     def is_lost(self, m, l, out):
         """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
-        Those which see a key and have no sum, or one too small or too large, and those whose out is not finite. A row that sees nothing is
-        among the first where neither bounds nor its only step tell.
+        m: what the weights are relative to. Those which see a key and have no sum, or one too small or too large, or an m whose rounding an
+        exponential may not bear, and those whose out is not finite. A row that sees nothing is among the first where neither bounds nor its
+        only step tell.
         """
         total = l.sum(axis=1)
         fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < _LARGEST_SUM) & ((out * 0).sum(axis=1) == 0)

@@ -55,7 +55,7 @@ def _everywhere(problem: Problem, operands: Operands, n: int, q_pad: int, kv_pad
     q_ids, kv_ids = (jnp.arange(n, dtype=jnp.int32) for n in (q_pad, kv_pad))
     padded = as_words(function, arrays, {"query": q_pad, "key": kv_pad})
     padded = tuple(x.astype(given.dtype) for x, given in zip(padded, arrays, strict=True))
-    seen = visibility.where_it_differs(function, operands.mask.batch_ids, problem.num_heads, q_ids, kv_ids, padded)
+    seen = visibility.by_function_on_all_heads(function, operands.mask.batch_ids, problem.num_heads, q_ids, kv_ids, padded)
     return seen & (q_ids < problem.q_len)[:, None] & (kv_ids < problem.kv_len)
 
 

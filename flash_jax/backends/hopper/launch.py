@@ -62,7 +62,7 @@ def _untuned(head_dim: int, v_head_dim: int, wants_registers: bool) -> list[Conf
     """In order of preference."""
     few_registers = wants_registers or _LINKER_IGNORES_REGISTERS
     if head_dim == 64:
-        return [Config(3, 64 if few_registers else 128), Config(2, 128)]
+        return [Config(3, 64 if few_registers else 128), Config(2, 128, stages=3)]
     if head_dim == 128:
         return [Config(2, 64, stages=4) if few_registers else Config(2, 128)]
     if head_dim == 192:
@@ -177,8 +177,19 @@ def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) ->
 
 def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, clears: bool) -> tuple[Array, Array, Masked, Array | None]:
     """The table, the number of tiles of each multiprocessor, what is masked, and lists where the visible key tiles are no range."""
-    block_q, block_kv = config.block_q, config.block_kv
-    static, lists, cost = static_bounds(problem), None, None
+    steps, cost, masked, lists = _steps(problem, config, operands, parts, clears)
+    steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
+    if parts > 1:
+        steps, cost = _split(steps, parts, 1 if lists is not None else -1), None
+    table, counts = _deal(problem, steps, steps.steps if cost is None else cost, parts)
+    return table, counts, masked, lists
+
+
+def _steps(
+    problem: Problem, config: Config, operands: Operands, parts: int, clears: bool
+) -> tuple[Tile, Array | None, Masked, Array | None]:
+    """What each tile of rows visits, what that costs if not the number of steps, what is masked, and lists."""
+    block_q, block_kv, static = config.block_q, config.block_kv, static_bounds(problem)
     if problem.mask.is_interval and static is not None:
         ranges = schedule.interval_ranges(*static, block_q, block_kv)
         masks_tail = problem.kv_len % block_kv != 0
@@ -186,36 +197,34 @@ def _schedule(problem: Problem, config: Config, operands: Operands, parts: int, 
             masked = _masked_steps(ranges, parts, clears)
         else:
             masked = Masked(None, None, None, False, clears)
-        steps = _steps_of_ranges(ranges)
-    elif problem.mask.is_interval:
+        return _steps_of_ranges(ranges), None, masked, None
+    if problem.mask.is_interval:
         ranges = schedule.interval_ranges(*row_bounds(problem.mask, operands.mask, problem.q_len), block_q, block_kv)
-        masked, steps = Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears), _steps_of_ranges(ranges)
-    else:
-        kinds = tile_kinds(problem, operands, block_q, block_kv)
-        if problem.mask.has_patterns:
-            found = schedule.tile_lists(kinds)
-            lists, masked = found.index, Masked(Bounds(), None, Bounds(), True, clears)
-            zero = jnp.zeros_like(found.end)
-            steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32))
-        else:  # labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list
-            masked = Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears)
-            ranges, cost = schedule.ranges_of_kinds(kinds)
-            steps = _steps_of_ranges(ranges)
-    steps = _each(lambda x: x[:, None] if x.ndim == 2 else x, steps)
-    if parts > 1:
-        steps = _split(steps, parts, 1 if lists is not None else -1)
+        return _steps_of_ranges(ranges), None, Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears), None
+    kinds = tile_kinds(problem, operands, block_q, block_kv)
+    if problem.mask.has_patterns:
+        found = schedule.tile_lists(kinds)
+        zero = jnp.zeros_like(found.end)
+        steps = Tile(jnp.maximum(found.end, 1), zero, zero, found.full_end, (found.end > 0).astype(jnp.int32))
+        return steps, None, Masked(Bounds(), None, Bounds(), True, clears), found.index
+    # Labels are mostly sorted: the hull of the visible tiles hardly holds others, and needs no list.
+    ranges, cost = schedule.ranges_of_kinds(kinds)
+    return _steps_of_ranges(ranges), cost, Masked(Bounds(), Bounds(), Bounds(), parts > 1, clears), None
+
+
+def _deal(problem: Problem, steps: Tile, cost: np.ndarray | Array, parts: int) -> tuple[Array, Array]:
+    """The table, and the number of tiles of each multiprocessor."""
     if isinstance(steps.steps, np.ndarray):
         bytes_per_head = problem.kv_len * sum(head_dims(problem)) * 2 // problem.group
         tiles = work.deal(steps.steps[0, 0], problem.batch, problem.num_heads, bytes_per_head, MULTIPROCESSORS)
         b, head, tile = np.moveaxis(tiles, 2, 0)
         counts = (b >= 0).sum(1, dtype=np.int32)
     else:
-        cost = steps.steps if cost is None or parts > 1 else cost
         b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
     entry = steps._replace(b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
     table = np.stack(entry) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry])
-    return jnp.asarray(table, jnp.int32), jnp.asarray(counts), masked, lists
+    return jnp.asarray(table, jnp.int32), jnp.asarray(counts)
 
 
 def _masked_steps(ranges: schedule.Ranges, parts: int, clears: bool) -> Masked:

@@ -42,20 +42,24 @@ def constant(n: int):
 
 
 def cond(pred, true, false, *operands):
-    """`lax.cond`, for kernels. That casts pred to an integer, for which JAX starts `ptxas` to ask for its version, each time.
+    """`lax.cond` of warpgroups, without the cast of pred to an integer, for which JAX starts `ptxas` each time to ask for its version.
 
-    JAX lowers `false` twice: let it be the small one.
+    JAX lowers `false` twice: let it be the small one. A warp by itself takes `lax.cond` and `pl.when`: Mosaic has no clamp there, which
+    `lax.switch` needs.
     """
     return lax.switch(lax.select(pred, jnp.int32(1), jnp.int32(0)), (false, true), *operands)
 
 
 def when(pred):
     """`pl.when` by `cond`."""
+    return lambda do: cond(pred, do, lambda: None)
 
-    def decorate(do) -> None:
-        cond(pred, lambda: (do(), None)[1], lambda: None)
 
-    return decorate
+def meet(barrier) -> None:
+    """What each warpgroup wrote to shared memory is there for the products and copies of all, once all are here."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 def remainder(n, divisor: int):
