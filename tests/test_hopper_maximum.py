@@ -18,9 +18,10 @@ H200 = Device("gpu", "NVIDIA H200")
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("dtype", "kv_len", "head_dim"), [("bfloat16", 1, 64), ("bfloat16", 150, 128), pytest.param("float16", 150, 64, marks=pytest.mark.slow)]
+    ("dtype", "kv_len", "head_dim", "warpgroups"),
+    [("bfloat16", 1, 64, 1), ("bfloat16", 150, 128, 2), pytest.param("float16", 150, 64, 1, marks=pytest.mark.slow)],
 )
-def test_equal_keys_weigh_alike_where_logits_are_beyond_1e9(dtype, kv_len, head_dim):
+def test_equal_keys_weigh_alike_where_logits_are_beyond_1e9(dtype, kv_len, head_dim, warpgroups):
     """In every tile of keys, and of rows, on one multiprocessor: logits of 10 and thereabouts, of some 10^8 and of more than 10^9.
 
     Products are exact in float32, in whatever order they are added. Weights of the second tile of rows fit bfloat16 as they are.
@@ -30,7 +31,7 @@ def test_equal_keys_weigh_alike_where_logits_are_beyond_1e9(dtype, kv_len, head_
     arrays = [np.asarray(x, dtype) for x in (query, key, np.random.default_rng(0).standard_normal(key.shape))]
     request = api.prepare(*arrays)
     with interpreted(multiprocessors=1):
-        out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, Config(1, 64), request.operands))()
+        out, lse = jax.jit(lambda: hopper.BACKEND.forward(request.problem, Config(warpgroups, 64), request.operands))()
     np.testing.assert_allclose(lse, (query * key[:, :1]).sum(-1) / head_dim**0.5 + np.log(kv_len), rtol=1e-6)
     mean = arrays[2].astype(np.float64).mean(1, keepdims=True)
     np.testing.assert_allclose(np.asarray(out, np.float64), np.broadcast_to(mean, out.shape), atol=2e-3)

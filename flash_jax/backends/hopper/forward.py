@@ -166,7 +166,8 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 m, first = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), count))
                 m, l, acc = steps.attend(first, m)
                 out, lse = rows.finish(rows.restored(m, lse_of), l, acc)
-                flags.raise_lost(wg, n, *rows.is_lost(m, l, out))
+                is_lost = rows.is_lost(m, l, out)
+                pipeline.when(~is_again)(lambda: flags.raise_lost(wg, n, *is_lost))
                 return out, lse, first + tile.steps
 
             def one_tile(n, is_again, tile, count):
