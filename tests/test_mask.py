@@ -29,14 +29,13 @@ def seen(mask=None, batch=(BATCH,), q_len=Q_LEN, kv_len=KV_LEN, num_heads=2, **w
 
 
 # ------------------------------------------------------------------------------------------------ row bounds
-positions = st.integers(-2, KV_LEN + 4)
-per_batch = st.lists(positions, min_size=BATCH, max_size=BATCH).map(np.array)
+per_batch = st.lists(st.integers(-2, KV_LEN + 4), min_size=BATCH, max_size=BATCH).map(np.array)
 side = st.none() | st.integers(0, KV_LEN + 2)
 RULES = st.fixed_dictionaries(
     {
         "q_offset": st.integers(-15, 15) | st.lists(st.integers(-15, 15), min_size=BATCH, max_size=BATCH).map(np.array),
         "lower": st.sampled_from(["none", "causal", "prefix"]),
-        "prefix": positions | per_batch,
+        "prefix": st.integers(0, KV_LEN + 4) | per_batch,
         "window": st.none() | st.tuples(side, side),
         "chunk": st.none() | st.integers(1, KV_LEN + 2),
         "query_length": st.none() | per_batch,
