@@ -68,7 +68,7 @@ CASES = {  # arrays, options
     "deterministic": ({}, {"is_causal": True, "deterministic_backward": True}),
 }
 KNOWN = {  # (jax, case, head_dim): bytes that its kernels spill at most, stored and loaded, where registers do not suffice
-    # At head_dim 256 mostly numbers that a tile of rows needs once.
+    # In the causal forward at head_dim 256 two numbers that a tile of rows needs once, outside of its steps.
     ("0.11", "causal", 256): 44,
     ("0.11", "gqa", 256): 44,
     ("0.11", "deterministic", 256): 44,
