@@ -219,6 +219,8 @@ def interpreted(multiprocessors: int = 3):
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
         (pipeline, "raise_flag", _raise_flag),
+        (pipeline, "anew", lambda n: n),
+        (pipeline, "store_tile", lambda ref, x: ref.__setitem__(..., x)),
         (blocks, "keep_blocks", _keep_blocks),
         (clean, "mark_columns", _mark_columns),
         (clean, "clear_rows", _clear_rows),

@@ -9,7 +9,8 @@ One warp copies tiles of K, V, Q and the bias into shared memory; one to three w
         P = exp2(S - m);  l += sum P
     O += P V(last);  out = O / l;  lse = m + log l
 
-The maximum m need not follow, for out and lse do not depend on it: it is that of the first key tile. (In float16, which has little room, it
+The maximum m need not follow, for out and lse do not depend on it: it is that of the first key tile, or 0 for a row that sees none of its
+keys. (In float16, which has little room, it
 follows in the masked tiles before the full ones: l and O are multiplied by alpha = exp2(m before - m).) A weight can leave the range of its
 dtype; such a row is lost, and its tile of rows is computed anew after all others: first S alone, for the maximum over all keys, then as
 above with that m. Where rows of tile n of a block's list are lost to large logits, tiles n + 3, n + 6 and so on are computed so at once.
@@ -96,25 +97,26 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         multiprocessor, wg = lax.axis_index("multiprocessor"), lax.axis_index("wg")
         flags = Flags(scratch.words_s)
 
+        def visited(i, count):
+            """`n, is_again, tile` of visit i: tiles n from 0 to count - 1 on visits -count to -1, and again on visits 0 to count - 1."""
+            n = lax.select(i < 0, i + count, i)
+            return n, i >= 0, Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields))))
+
         def for_each_tile(do, carry, await_all):
-            """`carry = do(n, is_again, tile, carry)` on all tiles, and again, after `await_all()`, on those that are lost."""
+            """`carry = do(i, count, carry)` on the visits to all tiles, and again, after `await_all()`, to those that are lost."""
             count = g.counts[multiprocessor]
 
-            def one(i, carry):
-                n, is_again = lax.rem(i, count), i >= count
-                pl.when(i == count)(await_all)
+            def visit(state):
+                i, carry = state
+                pl.when(i == 0)(await_all)
+                is_wanted = lax.cond(i >= 0, lambda: flags.is_lost(i), lambda: i < 0)
+                return i + 1, lax.cond(is_wanted, lambda: do(i, count, carry), lambda: carry)
 
-                def visit():
-                    tile = Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields))))
-                    return do(n, is_again, tile, carry)
-
-                is_wanted = lax.cond(is_again, lambda: flags.is_lost(n), lambda: ~is_again)
-                return lax.cond(is_wanted, visit, lambda: carry)
-
-            return lax.fori_loop(0, 2 * count, one, carry)
+            lax.while_loop(lambda state: state[0] < count, visit, (-count, carry))
 
         def copy_tiles():
-            def one_tile(n, is_again, tile, count):
+            def one_tile(i, num_tiles, before):
+                n, is_again, tile = visited(i, num_tiles)
                 kv_head = lax.div(tile.head, jnp.int32(group))
                 rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -144,46 +146,50 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     return count + 1
 
                 times = lax.select(flags.searches(n, is_again), jnp.int32(2), jnp.int32(1))  # the first one for the maximum
-                return lax.fori_loop(0, times * tile.steps, step, count)
+                return lax.fori_loop(0, times * tile.steps, step, before)
 
             for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(scratch.all_attended))
 
         def compute_tiles():
-            out_of, lse_of = out_s.at[wg], scratch.lse_s.at[wg]
-
-            def attend(acc, n, is_again, tile, q_start, count):
-                rows = Rows(problem, config, g, tile, q_start)
+            def attend(acc, i, num_tiles, before):
+                n, is_again, tile = visited(i, num_tiles)
+                rows = Rows(problem, config, g, tile, tile.q_tile * config.block_q + wg * WARPGROUP_ROWS)
                 steps = Steps(rows, masked, scratch, acc, wg, late)
 
                 def search():
-                    m = steps.search(count)
+                    m = steps.search(before)
                     flags.raise_searched(wg, n)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    lse_of[...] = m
-                    return rows.shrunk(m, scratch.q_s.at[wg]), count + tile.steps
+                    scratch.lse_s.at[wg][...] = m
+                    return rows.shrunk(m, scratch.q_s.at[wg]), before + tile.steps
 
                 plgpu.barrier_wait(scratch.q_full.at[wg])
-                m, first = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), count))
-                m, l, acc = steps.attend(first, m)
-                out, lse = rows.finish(rows.restored(m, lse_of), l, acc)
+                m, before = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), before))
+                m, l, acc = steps.attend(before, m)
+                # Read and computed anew, so that it takes no registers in the steps (measured: docs/dev/experiments.md).
+                (n, is_again, rows.tile), me = visited(pipeline.anew(i), num_tiles), pipeline.anew(wg)
+                out, lse = rows.finish(rows.restored(m, scratch.lse_s.at[me]), l, acc)
                 is_lost = rows.is_lost(m, l, out)
-                pipeline.when(~is_again)(lambda: flags.raise_lost(wg, n, *is_lost))
-                return out, lse, first + tile.steps
+                pipeline.when(~is_again)(lambda: flags.raise_lost(me, n, *is_lost))
+                return rows.tile, me, out, lse, before
 
-            def one_tile(n, is_again, tile, count):
-                q_start = tile.q_tile * config.block_q + wg * WARPGROUP_ROWS
+            def one_tile(i, num_tiles, before):
                 accumulator = plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32)
-                out, lse, count = pl.run_scoped(lambda acc: attend(acc, n, is_again, tile, q_start, count), accumulator)
+                tile, me, out, lse, before = pl.run_scoped(lambda acc: attend(acc, i, num_tiles, before), accumulator)
+                q_start, out_of, lse_of = tile.q_tile * config.block_q + me * WARPGROUP_ROWS, out_s.at[me], scratch.lse_s.at[me]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_of[...] = out.astype(out_dtype)
+                if parts == 1:
+                    pipeline.store_tile(out_of, out.astype(out_dtype))
+                else:
+                    out_of[...] = out
                 lse_of[...] = lse
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_of, out_g.at[tile.out, pl.ds(q_start, WARPGROUP_ROWS), tile.head])
                 plgpu.copy_smem_to_gmem(lse_of, lse_g.at[tile.out, tile.head, pl.ds(q_start, WARPGROUP_ROWS)])
                 if not config.separate_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(scratch.q_empty.at[wg])
-                return count
+                    plgpu.barrier_arrive(scratch.q_empty.at[me])
+                return before + tile.steps
 
             def await_all():
                 plgpu.wait_smem_to_gmem(0)  # what was stored lies there before it is stored anew

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
+from flash_jax import softmax
 from flash_jax.backends.hopper import clean, pipeline
 from flash_jax.backends.hopper.forward_tile import UNSEEN, Bounds, Masked, Rows, kv_tile_of
 from flash_jax.backends.hopper.pipeline import WGMMA
@@ -41,24 +41,26 @@ class Steps:
     def __init__(self, rows: Rows, masked: Masked, scratch: Scratch, acc, wg, late: bool):
         self.rows, self.masked, self.scratch, self.acc, self.wg, self.late = rows, masked, scratch, acc, wg, late
         self.config, self.tile = rows.config, rows.tile
-        self.full_begin, self.full_end = (lax.max(jnp.int32(1), x) for x in (self.tile.full_begin, self.tile.full_end))
+        self.follows = rows.follows_at_first and masked.before is not None  # the maximum, in the masked steps before the full ones
 
     def attend(self, count, m):
         """`(m, l, O)` after `count` steps on other tiles. m `[64]`: -inf, or the maximum of each row over all its keys."""
-        masked, steps = self.masked, self.tile.steps
+        masked, tile = self.masked, self.tile
         carry = self._first_step(count, m)
         if masked.first is None:
-            carry = self._steps(1, steps, count, None, carry)
+            carry = self._steps(1, tile.steps, count, None, carry)
         else:
             if masked.before is not None:
-                carry = self._steps(1, self.full_begin, count, masked.before, carry, self.rows.follows_at_first)
-            carry = self._steps(self.full_begin, self.full_end, count, None, carry)
+                carry = self._steps(1, tile.full_begin, count, masked.before, carry, self.follows)
+            if self.follows:
+                carry = softmax.pivot(carry[0]), *carry[1:]
+            carry = self._steps(tile.full_begin, tile.full_end, count, None, carry)
             if masked.after is not None:
-                carry = self._steps(self.full_end, steps, count, masked.after, carry)
+                carry = self._steps(tile.full_end, tile.steps, count, masked.after, carry)
         m, l, p16 = carry
         if self.config.separate_out:
             plgpu.barrier_arrive(self.scratch.q_empty.at[self.wg])
-        slot = self._slot(count + steps - 1)
+        slot = self._slot(count + tile.steps - 1)
         self._second_product(p16, slot)
         acc = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
         plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
@@ -72,7 +74,7 @@ class Steps:
             s = self._logits(self._first_product(slot), slot, kv_tile)
             if self.masked.first is not None:
                 hide = lambda s: self._hide(s, slot, kv_tile, self.rows.notes(kv_tile), Bounds(), self.masked.blank)
-                s = pipeline.cond((j < self.full_begin) | (self.full_end <= j), hide, lambda s: s, s)
+                s = pipeline.cond((j < self.tile.full_begin) | (self.tile.full_end <= j), hide, lambda s: s, s)
             plgpu.barrier_wait(self.scratch.v_full.at[slot])  # V is copied too, and not read
             plgpu.barrier_arrive(self.scratch.v_empty.at[slot])
             return self.rows.maximum(s, m)
@@ -86,10 +88,11 @@ class Steps:
         notes = None if mask is None else self.rows.notes(kv_tile)
         s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask, self.masked.blank)
         m = self.rows.maximum(s, m)
-        p, l = self.rows.softmax(s, m, None, mask is not None)
+        pivot = softmax.pivot(m)
+        p, l = self.rows.softmax(s, pivot, None)
         p16 = self.rows.weights(p, kv_tile)
         self._clear(p16, slot, notes)
-        return m, l, p16
+        return m if self.follows else pivot, l, p16
 
     def _steps(self, lower, upper, count, mask, carry, follows=False):
         return lax.fori_loop(lower, upper, lambda j, carry: self._step(j, count, mask, carry, follows), carry)
@@ -101,17 +104,17 @@ class Steps:
         kv_tile = kv_tile_of(self.rows.g, self.tile, j)
         notes = None if mask is None else self.rows.notes(kv_tile)
 
-        def softmax():
+        def weigh():
             s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask)
             return self.rows.following(s, m, l) if follows else (m, *self.rows.softmax(s, m, l), None)
 
         qk = self._both_products(slot, p16, v_slot)
         if not self.late:
-            m, p, l, alpha = softmax()
+            m, p, l, alpha = weigh()
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.scratch.v_empty.at[v_slot])
         if self.late:
-            m, p, l, alpha = softmax()
+            m, p, l, alpha = weigh()
         p16 = self.rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
         if alpha is not None:
             out = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)

@@ -97,7 +97,7 @@ class Tile(NamedTuple):
 
     steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
     first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
-    full_begin, full_end: steps that need no mask.
+    full_begin, full_end: steps after the first one that need no mask.
     visible: 0 where no row sees any key.
     b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
     """
@@ -273,9 +273,11 @@ class Rows:
         largest = s.max(axis=1)
         return jnp.maximum(m, largest if self.factor is None else largest * self.factor)
 
-    def softmax(self, s, m, l, masked: bool = True):
-        """`(p, l)`: `p = 2^(s - pivot)` and its sum over keys with l, partial sums of a row or None before the first step."""
-        pivot = softmax.pivot(m) if masked or self.g.bias is not None else m
+    def softmax(self, s, pivot, l):
+        """`(p, l)`: `p = 2^(s - pivot)` and its sum over keys with l, partial sums of a row or None before the first step.
+
+        pivot `[64]`: `softmax.pivot` of a maximum.
+        """
         p = jnp.exp2(self._exponents(s, pivot))
         parts = [p[:, n : n + _PARTIAL_SUM_COLUMNS] for n in range(0, self.config.block_kv, _PARTIAL_SUM_COLUMNS)]
         total = sum(parts[1:], parts[0])
@@ -284,8 +286,9 @@ class Rows:
     def following(self, s, m, l):
         """`(m, p, l, alpha)` relative to a maximum that follows; alpha `[64]` is the weight that what came before has now."""
         m, before = self.maximum(s, m), m
-        alpha = jnp.exp2(self._in_base_2(before - softmax.pivot(m)))
-        return m, *self.softmax(s, m, l * self.column(alpha, _PARTIAL_SUM_COLUMNS)), alpha
+        pivot = softmax.pivot(m)
+        alpha = jnp.exp2(self._in_base_2(before - pivot))
+        return m, *self.softmax(s, pivot, l * self.column(alpha, _PARTIAL_SUM_COLUMNS)), alpha
 
     def shrunk(self, m, q_s):
         """m times a power of two a row, and the queries in q_s too, so that no |m| is above 2^28, which bears the rounding of `m * factor`.
@@ -318,7 +321,7 @@ class Rows:
 
     def _is_large(self, m):
         """Whether |m| is at least 2^27, as `shrunk` leaves what it has changed, or not finite."""
-        return jnp.logical_not(jnp.abs(softmax.pivot(m)) < 2.0 ** (_LARGE - 1))
+        return jnp.logical_not(jnp.abs(m) < 2.0 ** (_LARGE - 1))
 
     def _exponents(self, s, pivot):
         """`s - pivot` in base-2 units. pivot is in base-2 units but with a bias, where only the difference is sure to be finite there.
@@ -332,8 +335,7 @@ class Rows:
         return difference if self.g.bias is None else difference * LOG2E
 
     def finish(self, m, l, acc):
-        """`(out, lse)` in float32."""
-        m = softmax.pivot(m)
+        """`(out, lse)` in float32; m: the pivot of the last step."""
         m = m if self.g.bias is None else base_2(m)
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
 
@@ -354,7 +356,7 @@ class Rows:
             lo = hi - self.tile.steps * self.config.block_kv
         lo = lo if self.kv_lo is None else jnp.maximum(self.kv_lo, lo)
         hi = hi if self.kv_hi is None else jnp.minimum(self.kv_hi, hi)
-        may_see = (m != -jnp.inf) | jnp.broadcast_to(self.tile.steps > 1, m.shape)
+        may_see = (total != 0) | jnp.broadcast_to(self.tile.steps > 1, m.shape)
         may_see &= jnp.broadcast_to((lo < hi) & (self.tile.visible != 0), m.shape)
         as_words = lambda rows: jnp.where(rows, jnp.int32(1), jnp.int32(0))
         return as_words(may_see & ~fits), as_words(may_see & ~fits & (total != 0))

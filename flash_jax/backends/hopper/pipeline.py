@@ -134,6 +134,54 @@ def _named_barrier(operation: str, warpgroup) -> None:
     barrier(jnp.int32(_FIRST_NAMED_BARRIER) + warpgroup)
 
 
+def anew(n):
+    """n, an int32, that the compiler does not know: what depends on it is computed here, not long before and kept in registers."""
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
+    def copy(_, n):
+        registers = np.array(_anew(n.registers[()]), dtype=object)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=n.layout, _is_signed=n.is_signed)
+
+    return copy(n)
+
+
+def _anew(n: ir.Value) -> ir.Value:
+    return llvm.inline_asm(n.type, [n], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
+def store_tile(ref, x: jax.Array) -> None:
+    """`ref[...] = x`, 16-bit `[64, n]`, swizzled by 128 bytes. Mosaic's own store has the addresses in eight registers all along.
+
+    A lane gives the address of 16 bytes, of row `lane % 16`; one instruction stores 16 columns of a warp's 16 rows.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(x.dtype)), WGMMA))
+    def store(_, ref, x):
+        i32 = ir.IntegerType.get_signless(32)
+        whole, at = ir.VectorType.get((1,), i32), ir.DenseI64ArrayAttr.get([0])
+        words = [vector.extract(vector.bitcast(whole, r), dynamic_position=[], static_position=at) for r in x.registers.flat]
+        groups = ir.MemRefType(ref.type).shape[1]  # of 64 columns
+        bits = lambda x, mask: arith.andi(x, constant(mask))
+        times = lambda x, n: arith.muli(x, constant(n))
+        thread = _anew(mosaic_utils.thread_idx())
+        row = arith.ori(bits(arith.shrui(thread, constant(1)), 48), bits(thread, 15))
+        row_of_eight = bits(row, 7)
+        start = llvm.ptrtoint(i32, mosaic_utils.memref_ptr(ref))
+        start = arith.addi(start, times(arith.shrui(row, constant(3)), 1024 * groups))
+        start = arith.addi(start, times(row_of_eight, 128))
+        right_half = bits(arith.shrui(thread, constant(4)), 1)
+        for n in range(4):  # 16 columns each
+            swizzled = arith.xori(arith.ori(right_half, constant(2 * n)), row_of_eight)
+            address = arith.addi(start, times(swizzled, 16))
+            for group in range(groups):
+                four = words[16 * group + 4 * n :][:4]
+                to = f"[$0 + {1024 * group}]"
+                mosaic_utils.inline_ptx(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 {to}, {{$1, $2, $3, $4}};", address, *four)
+
+    store(ref, x)
+
+
 def start_product(a_ref, b_ref) -> jax.Array:
     """`a . b^T` of two references in shared memory, `[64, k]` and `[n, k]`, swizzled by 128 bytes, float32 `[64, n]`.
 
