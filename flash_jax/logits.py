@@ -10,11 +10,6 @@ from flash_jax.softmax import LOG2E
 Array = jax.Array
 
 
-def tanh_by_exp2(x: Array) -> Array:
-    """tanh to a rounding of 1, where the hardware's own is good to 11 bits only. Not to be differentiated: see `dscores`."""
-    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
-
-
 def logits(
     qk: Array, scale, soft_cap: float | None, bias: Array | None, tanh: Callable[[Array], Array] = jnp.tanh, unit: float = LOG2E
 ) -> tuple[Array, Array | None]:

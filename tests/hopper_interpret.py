@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from jax._src.state.types import AbstractRef
 from jax.experimental import pallas as pl
 
-from flash_jax.backends.hopper import blocks, clean, launch, pipeline, turns
+from flash_jax.backends.hopper import blocks, clean, launch, pipeline, soft_cap, turns
 
 (_Interpreter,) = (c for c in vars(jaxpr_interpret).values() if inspect.isclass(c) and hasattr(c, "_interpret_wgmma_ref_p"))
 _adding = threading.Lock()
@@ -221,6 +221,7 @@ def interpreted(multiprocessors: int = 3):
         (pipeline, "raise_flag", _raise_flag),
         (pipeline, "anew", lambda n: n),
         (pipeline, "store_tile", lambda ref, x: ref.__setitem__(..., x)),
+        (soft_cap, "any_above_one", lambda x: (jnp.abs(x) > 1).any().astype(jnp.int32)),
         (blocks, "keep_blocks", _keep_blocks),
         (clean, "mark_columns", _mark_columns),
         (clean, "clear_rows", _clear_rows),

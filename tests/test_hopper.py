@@ -17,7 +17,7 @@ from tolerance import assert_as_exact_as_unfused
 from flash_jax import Mask, api, reference, schedule
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper import forward, functions, host, launch, work
+from flash_jax.backends.hopper import forward, functions, host, launch, soft_cap, work
 from flash_jax.backends.hopper.forward_tile import Config
 from flash_jax.problem import DIFFERENTIABLE
 
@@ -65,6 +65,16 @@ def test_interpreted(name):
     for part, x in got.items():
         x = np.asarray(x.astype(np.float32)).reshape(expected[part].shape)
         assert_as_exact_as_unfused(f"{name}: {part}", x, unfused[part], expected[part], np.float32 if part == "lse" else problem.dtype)
+
+
+def test_tanh_of_a_soft_cap():
+    """What a kernel computes where no score is above the cap, and what it computes elsewhere."""
+    below, beyond = (np.linspace(-limit, limit, 20001, dtype=np.float32) for limit in (1, 20))
+    largest = lambda tanh, x: np.abs(np.asarray(tanh(jax.numpy.asarray(x)), np.float64) - np.tanh(x.astype(np.float64))).max()
+    assert largest(soft_cap._polynomial, below) <= 4e-7
+    assert largest(soft_cap.tanh_by_exponential, beyond) <= 3e-7
+    tiny = np.float32(2.0) ** -np.arange(12, 100)  # a cap so large that it is none
+    np.testing.assert_array_equal(soft_cap._polynomial(jax.numpy.asarray(tiny)), tiny)
 
 
 def test_work_is_dealt_once_and_evenly():

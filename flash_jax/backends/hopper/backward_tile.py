@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout
-from flash_jax.backends.hopper import blocks, functions, pipeline
+from flash_jax.backends.hopper import blocks, functions, pipeline, soft_cap
 from flash_jax.backends.hopper.host import BOUNDS, LABELS
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS, WGMMA, shared, swizzled
-from flash_jax.logits import dscores, logits, tanh_by_exp2
+from flash_jax.logits import dscores, logits
 from flash_jax.problem import Problem
 from flash_jax.schedule import EMPTY
 from flash_jax.softmax import LOG2E, dlogits, log2_probs
@@ -303,7 +303,9 @@ class ScoreTile:
 
     def masked_logits(self, qk, q_labels, head, tile, partial, bias):
         """As `logits.logits`, in natural units with a bias; -inf where masked."""
-        s, tanh = logits(qk, self.scale, self.problem.logits_soft_cap, bias, tanh_by_exp2, unit=LOG2E if bias is None else 1)
+        s, tanh = logits(
+            qk, self.scale, self.problem.logits_soft_cap, bias, soft_cap.tanh_by_exponential, unit=LOG2E if bias is None else 1
+        )
         visible = lambda s: self._visible(s, q_labels, head, tile)
         if isinstance(partial, jax.Array):
             s = pipeline.cond(partial, visible, lambda s: s, s)

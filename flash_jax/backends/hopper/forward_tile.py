@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax import dropout, softmax
-from flash_jax.backends.hopper import blocks, functions, pipeline
+from flash_jax.backends.hopper import blocks, functions, pipeline, soft_cap
 from flash_jax.backends.hopper.host import BOUNDS, LABELS
 from flash_jax.backends.hopper.pipeline import COLUMNS, ROWS, WARPGROUP_ROWS, WGMMA, shared
-from flash_jax.logits import base_2, logits, tanh_by_exp2
+from flash_jax.logits import base_2, logits
 from flash_jax.problem import FLOAT32_TINY, Problem
 from flash_jax.softmax import LOG2E
 
@@ -157,6 +157,8 @@ class Rows:
         raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale * LOG2E >= FLOAT32_TINY
         self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
+        # At head_dim 256 products take longer than softmax, and a polynomial registers (measured: docs/dev/experiments.md).
+        self._tanh = soft_cap.tanh_by_polynomial if g.value.shape[-1] < 256 else soft_cap.tanh_by_exponential
         # float16 has little room: where the first key tile is one that only some rows see, the others' maximum is taken from the next ones.
         self.follows_at_first = problem.dtype.name == "float16"
 
@@ -233,9 +235,9 @@ class Rows:
     def logits(self, qk, bias):
         """Raw products, or logits where more than a scale is applied, in base-2 units without a bias."""
         if bias is not None:
-            return logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), tanh_by_exp2, unit=1)[0]
+            return logits(qk, self.scale, self.problem.logits_soft_cap, bias.astype(jnp.float32), self._tanh, unit=1)[0]
         if self.factor is None:
-            return logits(qk, self.scale, self.problem.logits_soft_cap, None, tanh_by_exp2)[0]
+            return logits(qk, self.scale, self.problem.logits_soft_cap, None, self._tanh)[0]
         return qk
 
     def mask(self, s, kv_tile, kv_labels, notes, masked: Bounds, blank: bool):
