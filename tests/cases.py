@@ -170,6 +170,7 @@ CASES = (
     _case("bias_heads", _bias(2, 1, 1), num_heads=2),
     _case("bias_rows_gqa", _bias(1, 4, 70, 1), num_heads=4),
     _case("soft_cap", {"logits_soft_cap": 2.0, "is_causal": True}, std=2.0),
+    _case("soft_cap_above", {"logits_soft_cap": 30.0, "is_causal": True}),
     _case("soft_cap_bias", lambda c, r: _bias(1, 1, 70, 70)(c, r) | {"logits_soft_cap": 1.5}, std=2.0),
     _case("scale_zero", {"scale": 0.0, "is_causal": True}),
     _case("scale_negative", {"scale": -0.7}),

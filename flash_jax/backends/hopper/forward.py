@@ -10,10 +10,10 @@ One warp copies tiles of K, V, Q and the bias into shared memory; one to three w
     O += P V(last);  out = O / l;  lse = m + log l
 
 The maximum m need not follow, for out and lse do not depend on it: it is that of the first key tile, or 0 for a row that sees none of its
-keys. (In float16, which has little room, it
-follows in the masked tiles before the full ones: l and O are multiplied by alpha = exp2(m before - m).) A weight can leave the range of its
-dtype; such a row is lost, and its tile of rows is computed anew after all others: first S alone, for the maximum over all keys, then as
-above with that m. Where rows of tile n of a block's list are lost to large logits, tiles n + 3, n + 6 and so on are computed so at once.
+keys. (In float16, which has little room, it follows in the masked tiles before the full ones: l and O are multiplied by
+alpha = exp2(m before - m).) A weight can leave the range of its dtype; such a row is lost, and its tile of rows is computed anew after all
+others: first S alone, for the maximum over all keys, then as above with that m. Where rows of tile n of a block's list are lost to large
+logits, tiles n + 3, n + 6 and so on are computed so at once.
 
 Exponentials are base 2 with the scale folded in. P goes to the second product from registers. Row sums are kept per thread, eight columns
 wide, and added across threads once a tile. Source: FlashAttention-3 (arXiv 2407.08608), section 3, whose maximum follows.
@@ -97,26 +97,30 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
         multiprocessor, wg = lax.axis_index("multiprocessor"), lax.axis_index("wg")
         flags = Flags(scratch.words_s)
 
-        def visited(i, count):
-            """`n, is_again, tile` of visit i: tiles n from 0 to count - 1 on visits -count to -1, and again on visits 0 to count - 1."""
-            n = lax.select(i < 0, i + count, i)
-            return n, i >= 0, Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields))))
+        def tile_of(visit, num_tiles):
+            """`(n, is_again, tile)`.
+
+            Visits -num_tiles to -1 are the first to each tile; visits 0 to num_tiles - 1 the second, to those that lost a row.
+            """
+            n = lax.select(visit < 0, visit + num_tiles, visit)
+            return n, visit >= 0, Tile(*(g.table[field, multiprocessor, n] for field in range(len(Tile._fields))))
 
         def for_each_tile(do, carry, await_all):
-            """`carry = do(i, count, carry)` on the visits to all tiles, and again, after `await_all()`, to those that are lost."""
-            count = g.counts[multiprocessor]
+            """`carry = do(visit, num_tiles, carry)` for first visits and, after `await_all()`, for second ones to tiles that lost a row."""
+            num_tiles = g.counts[multiprocessor]
 
-            def visit(state):
-                i, carry = state
-                pl.when(i == 0)(await_all)
-                is_wanted = lax.cond(i >= 0, lambda: flags.is_lost(i), lambda: i < 0)
-                return i + 1, lax.cond(is_wanted, lambda: do(i, count, carry), lambda: carry)
+            def one(state):
+                visit, carry = state
+                pl.when(visit == 0)(await_all)
+                is_wanted = lax.cond(visit >= 0, lambda: flags.is_lost(visit), lambda: visit < 0)
+                return visit + 1, lax.cond(is_wanted, lambda: do(visit, num_tiles, carry), lambda: carry)
 
-            lax.while_loop(lambda state: state[0] < count, visit, (-count, carry))
+            # Not `fori_loop`: Pallas counts that from 0, beside the index, and a register more is a spill at head_dim 256.
+            lax.while_loop(lambda state: state[0] < num_tiles, one, (-num_tiles, carry))
 
         def copy_tiles():
-            def one_tile(i, num_tiles, before):
-                n, is_again, tile = visited(i, num_tiles)
+            def one_tile(visit, num_tiles, count):
+                n, is_again, tile = tile_of(visit, num_tiles)
                 kv_head = lax.div(tile.head, jnp.int32(group))
                 rows_of = lambda w: pl.ds(tile.q_tile * config.block_q + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -146,41 +150,43 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                     return count + 1
 
                 times = lax.select(flags.searches(n, is_again), jnp.int32(2), jnp.int32(1))  # the first one for the maximum
-                return lax.fori_loop(0, times * tile.steps, step, before)
+                return lax.fori_loop(0, times * tile.steps, step, count)
 
             for_each_tile(one_tile, jnp.int32(0), lambda: plgpu.barrier_wait(scratch.all_attended))
 
         def compute_tiles():
-            def attend(acc, i, num_tiles, before):
-                n, is_again, tile = visited(i, num_tiles)
+            def attend(acc, visit, num_tiles, count):
+                n, is_again, tile = tile_of(visit, num_tiles)
                 rows = Rows(problem, config, g, tile, tile.q_tile * config.block_q + wg * WARPGROUP_ROWS)
                 steps = Steps(rows, masked, scratch, acc, wg, late)
 
                 def search():
-                    m = steps.search(before)
+                    m = steps.search(count)
                     flags.raise_searched(wg, n)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     scratch.lse_s.at[wg][...] = m
-                    return rows.shrunk(m, scratch.q_s.at[wg]), before + tile.steps
+                    return rows.shrunk(m, scratch.q_s.at[wg]), count + tile.steps
 
                 plgpu.barrier_wait(scratch.q_full.at[wg])
-                m, before = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), before))
-                m, l, acc = steps.attend(before, m)
-                # Read and computed anew, so that it takes no registers in the steps (measured: docs/dev/experiments.md).
-                (n, is_again, rows.tile), me = visited(pipeline.anew(i), num_tiles), pipeline.anew(wg)
+                m, count = pipeline.cond(flags.searches(n, is_again), search, lambda: (rows.no_maximum(), count))
+                m, l, acc = steps.attend(count, m)
+                # Read anew at a tile's end, lest they take registers in its steps (measured: docs/dev/experiments.md).
+                n, is_again, tile = tile_of(lax.optimization_barrier(visit), num_tiles)
+                me = lax.optimization_barrier(wg)
                 out, lse = rows.finish(rows.restored(m, scratch.lse_s.at[me]), l, acc)
-                is_lost = rows.is_lost(m, l, out)
+                is_lost = rows.is_lost(tile, m, l, out)
                 pipeline.when(~is_again)(lambda: flags.raise_lost(me, n, *is_lost))
-                return rows.tile, me, out, lse, before
+                return tile, me, out, lse, count + tile.steps
 
-            def one_tile(i, num_tiles, before):
+            def one_tile(visit, num_tiles, count):
                 accumulator = plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32)
-                tile, me, out, lse, before = pl.run_scoped(lambda acc: attend(acc, i, num_tiles, before), accumulator)
-                q_start, out_of, lse_of = tile.q_tile * config.block_q + me * WARPGROUP_ROWS, out_s.at[me], scratch.lse_s.at[me]
+                tile, me, out, lse, count = pl.run_scoped(lambda acc: attend(acc, visit, num_tiles, count), accumulator)
+                q_start = tile.q_tile * config.block_q + me * WARPGROUP_ROWS
+                out_of, lse_of = out_s.at[me], scratch.lse_s.at[me]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if parts == 1:
                     pipeline.store_tile(out_of, out.astype(out_dtype))
-                else:
+                else:  # float32
                     out_of[...] = out
                 lse_of[...] = lse
                 plgpu.commit_smem()
@@ -189,7 +195,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
                 if not config.separate_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(scratch.q_empty.at[me])
-                return before + tile.steps
+                return count
 
             def await_all():
                 plgpu.wait_smem_to_gmem(0)  # what was stored lies there before it is stored anew

@@ -41,10 +41,11 @@ class Steps:
     def __init__(self, rows: Rows, masked: Masked, scratch: Scratch, acc, wg, late: bool):
         self.rows, self.masked, self.scratch, self.acc, self.wg, self.late = rows, masked, scratch, acc, wg, late
         self.config, self.tile = rows.config, rows.tile
-        self.follows = rows.follows_at_first and masked.before is not None  # the maximum, in the masked steps before the full ones
+        # float16 has little room: where only some rows see the first key tile, m follows through the masked steps before the full ones.
+        self.follows = rows.problem.dtype.name == "float16" and masked.before is not None
 
     def attend(self, count, m):
-        """`(m, l, O)` after `count` steps on other tiles. m `[64]`: -inf, or the maximum of each row over all its keys."""
+        """`(pivot, l, O)` after `count` steps on other tiles. m `[64]`: -inf, or the maximum of each row over all its keys."""
         masked, tile = self.masked, self.tile
         carry = self._first_step(count, m)
         if masked.first is None:
@@ -52,8 +53,8 @@ class Steps:
         else:
             if masked.before is not None:
                 carry = self._steps(1, tile.full_begin, count, masked.before, carry, self.follows)
-            if self.follows:
-                carry = softmax.pivot(carry[0]), *carry[1:]
+                if self.follows:
+                    carry = softmax.pivot(carry[0]), *carry[1:]
             carry = self._steps(tile.full_begin, tile.full_end, count, None, carry)
             if masked.after is not None:
                 carry = self._steps(tile.full_end, tile.steps, count, masked.after, carry)
@@ -92,29 +93,32 @@ class Steps:
         p, l = self.rows.softmax(s, pivot, None)
         p16 = self.rows.weights(p, kv_tile)
         self._clear(p16, slot, notes)
-        return m if self.follows else pivot, l, p16
+        return (m if self.follows else pivot), l, p16
 
     def _steps(self, lower, upper, count, mask, carry, follows=False):
         return lax.fori_loop(lower, upper, lambda j, carry: self._step(j, count, mask, carry, follows), carry)
 
     def _step(self, j, count, mask, carry, follows):
-        """The second product of a step runs beside the first one of the next, and beside its softmax."""
+        """The second product of a step runs beside the first one of the next, and beside its softmax.
+
+        m of carry: the pivot, or, while it follows, the maximum.
+        """
         m, l, p16 = carry
         slot, v_slot = self._slot(count + j), self._slot(count + j - 1)
         kv_tile = kv_tile_of(self.rows.g, self.tile, j)
         notes = None if mask is None else self.rows.notes(kv_tile)
 
-        def weigh():
+        def probs():
             s = self._hide(self._logits(qk, slot, kv_tile), slot, kv_tile, notes, mask)
             return self.rows.following(s, m, l) if follows else (m, *self.rows.softmax(s, m, l), None)
 
         qk = self._both_products(slot, p16, v_slot)
         if not self.late:
-            m, p, l, alpha = weigh()
+            m, p, l, alpha = probs()
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.scratch.v_empty.at[v_slot])
         if self.late:
-            m, p, l, alpha = weigh()
+            m, p, l, alpha = probs()
         p16 = self.rows.weights(p, kv_tile)  # not before the wait: at head_dim 256 that serialises the products
         if alpha is not None:
             out = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)

@@ -97,7 +97,7 @@ class Tile(NamedTuple):
 
     steps: key tiles to visit, at least 1; the first one is always masked where there is a mask.
     first: the key tile of step 0, from where steps go down; with `Inputs.lists` the place in the list, from where they go up.
-    full_begin, full_end: steps after the first one that need no mask.
+    full_begin, full_end: steps that need no mask; at least 1 once it is dealt out, for the first step is one by itself.
     visible: 0 where no row sees any key.
     b, head, q_tile: which rows. out: leading index of their results: b, or `part * batch + b` where keys are split.
     """
@@ -157,10 +157,10 @@ class Rows:
         raw = problem.logits_soft_cap is None and g.bias is None and problem.scale is not None and problem.scale * LOG2E >= FLOAT32_TINY
         self.factor = problem.scale * LOG2E if raw else None  # of raw products, folded into the exponential
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
-        # At head_dim 256 products take longer than softmax, and a polynomial registers (measured: docs/dev/experiments.md).
-        self._tanh = soft_cap.tanh_by_polynomial if g.value.shape[-1] < 256 else soft_cap.tanh_by_exponential
-        # float16 has little room: where the first key tile is one that only some rows see, the others' maximum is taken from the next ones.
-        self.follows_at_first = problem.dtype.name == "float16"
+        cap = problem.logits_soft_cap
+        # Not at head_dim 256: there products set the pace, and the polynomial spills (measured: docs/dev/experiments.md).
+        by_polynomial = cap is not None and cap <= soft_cap.LARGEST_OF_POLYNOMIAL and g.value.shape[-1] < 256
+        self._tanh = soft_cap.tanh_by_polynomial if by_polynomial else soft_cap.tanh_by_exponential
 
     def _rows(self):
         return pl.ds(self.q_start, WARPGROUP_ROWS)
@@ -322,7 +322,7 @@ class Rows:
         return jnp.where(self._is_large(m), self._load(kept, ROWS), m)
 
     def _is_large(self, m):
-        """Whether |m| is at least 2^27, as `shrunk` leaves what it has changed, or not finite."""
+        """Whether |m| is at least 2^27, as `shrunk` leaves what it has changed, or NaN or infinite."""
         return jnp.logical_not(jnp.abs(m) < 2.0 ** (_LARGE - 1))
 
     def _exponents(self, s, pivot):
@@ -337,14 +337,14 @@ class Rows:
         return difference if self.g.bias is None else difference * LOG2E
 
     def finish(self, m, l, acc):
-        """`(out, lse)` in float32; m: the pivot of the last step."""
+        """`(out, lse)` in float32; m: the pivot that l and acc are relative to."""
         m = m if self.g.bias is None else base_2(m)
         return softmax.finish(m, l.sum(axis=1), acc, lambda row: self.column(row, acc.shape[1]))
 
-    def is_lost(self, m, l, out):
+    def is_lost(self, tile: Tile, m, l, out):
         """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
-        m: what the weights are relative to. Those which see a key and have no sum, or one too small or too large, or an m whose rounding an
+        m: the pivot. Those which see a key and have no sum, or one too small or too large, or an m whose rounding an
         exponential may not bear, and those whose out is not finite. A row that sees nothing is among the first where neither bounds nor its
         only step tell.
         """
@@ -354,12 +354,12 @@ class Rows:
             fits &= jnp.logical_not(self._is_large(m))
         lo, hi = jnp.int32(0), jnp.int32(self.problem.kv_len)
         if self.g.lists is None:
-            hi = (self.tile.first + 1) * self.config.block_kv
-            lo = hi - self.tile.steps * self.config.block_kv
+            hi = (tile.first + 1) * self.config.block_kv
+            lo = hi - tile.steps * self.config.block_kv
         lo = lo if self.kv_lo is None else jnp.maximum(self.kv_lo, lo)
         hi = hi if self.kv_hi is None else jnp.minimum(self.kv_hi, hi)
-        may_see = (total != 0) | jnp.broadcast_to(self.tile.steps > 1, m.shape)
-        may_see &= jnp.broadcast_to((lo < hi) & (self.tile.visible != 0), m.shape)
+        may_see = (m != 0) | (total != 0) | jnp.broadcast_to(tile.steps > 1, m.shape)  # m is 0 where none of the first tile's keys is seen
+        may_see &= jnp.broadcast_to((lo < hi) & (tile.visible != 0), m.shape)
         as_words = lambda rows: jnp.where(rows, jnp.int32(1), jnp.int32(0))
         return as_words(may_see & ~fits), as_words(may_see & ~fits & (total != 0))
 

@@ -222,6 +222,7 @@ def _deal(problem: Problem, steps: Tile, cost: np.ndarray | Array, parts: int) -
     else:
         b, head, tile, counts = work.deal_by_data(cost, problem.batch, problem.num_heads, MULTIPROCESSORS)
     steps = _each(lambda x: x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0, tile], steps)
+    # Not before: the pieces of a split list count from 0.
     after_first = {name: getattr(steps, name).clip(1) for name in ("full_begin", "full_end")}
     entry = steps._replace(**after_first, b=b, head=head, q_tile=tile // parts, out=tile % parts * problem.batch + b)
     table = np.stack(entry) if isinstance(tile, np.ndarray) else jnp.stack([jnp.asarray(x, jnp.int32) for x in entry])

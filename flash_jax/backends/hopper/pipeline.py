@@ -134,26 +134,11 @@ def _named_barrier(operation: str, warpgroup) -> None:
     barrier(jnp.int32(_FIRST_NAMED_BARRIER) + warpgroup)
 
 
-def anew(n):
-    """n, an int32, that the compiler does not know: what depends on it is computed here, not long before and kept in registers."""
-    splat = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
-    def copy(_, n):
-        registers = np.array(_anew(n.registers[()]), dtype=object)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=n.layout, _is_signed=n.is_signed)
-
-    return copy(n)
-
-
-def _anew(n: ir.Value) -> ir.Value:
-    return llvm.inline_asm(n.type, [n], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-
-
 def store_tile(ref, x: jax.Array) -> None:
-    """`ref[...] = x`, 16-bit `[64, n]`, swizzled by 128 bytes. Mosaic's own store has the addresses in eight registers all along.
+    """`ref[...] = x`, 16-bit `[64, n]`, n a multiple of 64, to memory swizzled by 128 bytes.
 
-    A lane gives the address of 16 bytes, of row `lane % 16`; one instruction stores 16 columns of a warp's 16 rows.
+    For Mosaic's own store the compiler keeps eight addresses in registers through the whole kernel. Here a lane computes four, at the end:
+    lane l gives that of 16 bytes in row l % 16, left half if l < 16, and one instruction stores 16 columns of a warp's 16 rows.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(x.dtype)), WGMMA))
@@ -161,10 +146,11 @@ def store_tile(ref, x: jax.Array) -> None:
         i32 = ir.IntegerType.get_signless(32)
         whole, at = ir.VectorType.get((1,), i32), ir.DenseI64ArrayAttr.get([0])
         words = [vector.extract(vector.bitcast(whole, r), dynamic_position=[], static_position=at) for r in x.registers.flat]
-        groups = ir.MemRefType(ref.type).shape[1]  # of 64 columns
-        bits = lambda x, mask: arith.andi(x, constant(mask))
-        times = lambda x, n: arith.muli(x, constant(n))
-        thread = _anew(mosaic_utils.thread_idx())
+        groups = ir.MemRefType(ref.type).shape[1]  # of 64 columns; 1024 bytes each eight rows
+        bits = lambda word, mask: arith.andi(word, constant(mask))
+        times = lambda word, n: arith.muli(word, constant(n))
+        opaque = lambda word: mosaic_utils.inline_ptx("mov.b32 $0, $1;", word, result_types=i32, has_side_effects=True)
+        thread = opaque(mosaic_utils.thread_idx())
         row = arith.ori(bits(arith.shrui(thread, constant(1)), 48), bits(thread, 15))
         row_of_eight = bits(row, 7)
         start = llvm.ptrtoint(i32, mosaic_utils.memref_ptr(ref))
