@@ -109,7 +109,8 @@ def flash_attention(
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it, what came and what was expected.
-      NotImplementedError: the implementation asked for cannot serve this call, and why. `"xla"` serves every call.
+      NotImplementedError: the implementation asked for cannot serve this call, and why. `"xla"` serves every call. Or rules that no
+        implementation joins, see `Mask`.
     """
     arguments = {name: x for name, x in locals().items() if name not in ("implementation", "return_residual")}
     check_flag("return_residual", return_residual)
@@ -144,7 +145,7 @@ def explain(
     measured. What is neither "cpu" nor starts with "TPU" counts as a GPU.
 
     Raises:
-      TypeError: `device` is no string; otherwise as `flash_attention`.
+      TypeError, ValueError: `device` is no string, or one in lower case other than "cpu"; otherwise as `flash_attention`.
     """
     inspect.signature(flash_attention).bind(query, key, value, bias, mask, **options)
     check_flag("return_residual", return_residual)

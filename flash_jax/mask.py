@@ -123,6 +123,19 @@ class Mask:
     def __rand__(self, other) -> "Mask":
         return self & other
 
+    def __bool__(self) -> bool:
+        raise TypeError("a Mask is neither true nor false, and `and`, `or`, `not` would drop rules silently. Join rules with &.")
+
+    def __or__(self, other) -> "Mask":
+        raise TypeError(
+            "Masks are joined with & only. A union or a complement is written as Mask.from_function or Mask.from_blocks."
+        )
+
+    __ror__ = __or__
+
+    def __invert__(self) -> "Mask":
+        return self | self
+
     @property
     def counts_positions(self) -> bool:
         """Whether a rule reads `i + q_offset`."""
@@ -179,7 +192,7 @@ class Mask:
         if not callable(function):
             raise TypeError(f"Mask.from_function: function must be callable, got {type(function).__name__}.")
         if isinstance(per, str) or not isinstance(per, Sequence):
-            raise TypeError(f"Mask.from_function: per must be a sequence of {OPERAND_KINDS}, got {per!r}.")
+            raise TypeError(f"Mask.from_function: per must be a sequence of {OPERAND_KINDS}, such as ('key',), got {per!r}.")
         per = tuple(per)
         if len(per) != len(operands):
             raise ValueError(f"Mask.from_function: per must name one layout for each of the {len(operands)} operands, got {per}.")

@@ -240,6 +240,11 @@ def test_the_bar_says_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err == "\r\033[K[######..................] 1 of 4 rows timed, 1:01, about 3:03 left\r\033[Ka row\n"
 
 
+def test_a_report_without_peers_claims_nothing():
+    text = report.markdown({"preset": "mine", "provenance": {"device": "cpu"}, "rows": []})
+    assert text.endswith("## Where we lose\n\nNothing was compared: no peer has a time.\n")
+
+
 MINE = ["mine", "--shape", "1,128,128,2,2,16", "--dtype", "float32", "--is-causal", "--seconds", "0.1"]
 
 

@@ -92,6 +92,12 @@ def test_a_device_has_a_name(device):
         explain(*shapes(), device=device)
 
 
+@pytest.mark.parametrize("device", ["h200", "v6e", "tpu"])
+def test_a_device_is_spelled_as_jax_does(device):
+    with pytest.raises(ValueError, match=f"device must be spelled as JAX does, such as 'NVIDIA H200', 'TPU v6e' or 'cpu', got '{device}'"):
+        explain(*shapes(), device=device)
+
+
 def test_a_backend_is_a_record(monkeypatch):
     """A further implementation is one line in `BACKENDS`; what it cannot serve goes to the next."""
     only_short = dataclasses.replace(

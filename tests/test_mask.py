@@ -300,6 +300,22 @@ def test_a_mask_is_joined_with_a_mask_only(array):
             join(Mask.causal())
 
 
+@pytest.mark.parametrize(
+    ("misuse", "sentence"),
+    [
+        (lambda a, b: a and b, r"a Mask is neither true nor false, .* Join rules with &\."),
+        (lambda a, b: not a, r"a Mask is neither true nor false"),
+        (lambda a, b: a | b, r"Masks are joined with & only\. A union or a complement is written as Mask\.from_function"),
+        (lambda a, b: np.ones((2, 2), bool) | b, r"Masks are joined with & only"),
+        (lambda a, b: ~a, r"Masks are joined with & only"),
+    ],
+    ids=["and", "not", "|", "array |", "~"],
+)
+def test_rules_are_dropped_by_no_other_operator(misuse, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        misuse(Mask.causal(), Mask.chunked(4))
+
+
 # ------------------------------------------------------------------------------------------------ segment ids
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint16"])
 def test_segment_ids(dtype):

@@ -128,7 +128,7 @@ def make_problem(
             raise ValueError(f"{name} must be at least 1, got {size}.")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}.")
-    spec, _ = masks.resolve(mask or Mask(()), Shape((batch,), num_heads, q_len, kv_len), 0)
+    spec, _ = masks.resolve(Mask(()) if mask is None else mask, Shape((batch,), num_heads, q_len, kv_len), 0)
     return Problem(
         batch,
         q_len,

@@ -212,8 +212,8 @@ class Cache(NamedTuple):
     def append(self, key: Array, value: Array) -> "Cache":
         *batch, max_len, num_kv_heads, head_dim = self.key.shape
         if key.shape != (*batch, key.shape[-3], num_kv_heads, head_dim) or key.shape[-3] > max_len:
-            want = [*batch, f"at most {max_len}", num_kv_heads, head_dim]
-            raise ValueError(f"decode: keys must have the cache's shape {want}, got {list(key.shape)}. Make a cache that fits.")
+            want = ", ".join(map(str, [*batch, f"at most {max_len}", num_kv_heads, head_dim]))
+            raise ValueError(f"decode: keys must have the cache's shape [{want}], got {list(key.shape)}. Make a cache that fits.")
         zero = jnp.zeros_like(self.filled)
         start = (*(zero for _ in batch), self.filled, zero, zero)
         put = lambda into, x: jax.lax.dynamic_update_slice(into, x.astype(into.dtype), start)
