@@ -127,9 +127,7 @@ class Mask:
         raise TypeError("a Mask is neither true nor false, and `and`, `or`, `not` would drop rules silently. Join rules with &.")
 
     def __or__(self, other) -> "Mask":
-        raise TypeError(
-            "Masks are joined with & only. A union or a complement is written as Mask.from_function or Mask.from_blocks."
-        )
+        raise TypeError("Masks are joined with & only. A union or a complement is written as Mask.from_function or Mask.from_blocks.")
 
     __ror__ = __or__
 

@@ -109,6 +109,15 @@ def test_a_last_round_that_is_not_whole_goes_to_the_shortest_lists():
     assert max(load) <= 1.002 * sum(load) / 132
 
 
+@pytest.mark.parametrize("lse", [-np.inf, -2.3e38, -1e30, -1e10, 0, 5, 3.33e9, 1e30])
+def test_parts_of_equal_lse_weigh_alike(lse):
+    """A finite bias can make an lse of that size on a whole row."""
+    out = jax.numpy.arange(4.0)[:, None, None, None, None] * jax.numpy.ones((4, 1, 1, 1, 8))
+    merged, together = jax.jit(launch._merge)(out, jax.numpy.full((4, 1, 1, 1), lse, "float32"))
+    np.testing.assert_allclose(merged, 0 if lse == -np.inf else 1.5)
+    np.testing.assert_allclose(together, lse + np.log(4), rtol=3e-7)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5, 64, 1000])
 @pytest.mark.parametrize("tiles", [1, 8, 131, 132, 133, 256, 5000])
 def test_splits_keep_the_card_busy_and_no_part_empty(tiles, steps):

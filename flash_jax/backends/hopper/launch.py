@@ -12,6 +12,7 @@ from flash_jax.backends.hopper import blocks, forward, functions, packing, work
 from flash_jax.backends.hopper.forward_tile import UNSEEN, Bounds, Config, Inputs, Masked, Tile
 from flash_jax.backends.hopper.host import BOUNDS, ROW_TILE, notes, pad, static_bounds, tile_kinds, unseen_tiles
 from flash_jax.backends.hopper.pipeline import WARPGROUP_ROWS
+from flash_jax.logits import base_2
 from flash_jax.problem import Operands, Problem
 from flash_jax.softmax import LOG2E
 from flash_jax.tuning.table import Key, lookup
@@ -124,11 +125,14 @@ def out_and_lse(problem: Problem, config: Config, operands: Operands) -> tuple[A
 
 
 def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """The results over all keys from those of each part, `[parts, ...]`."""
-    s = lse * LOG2E
-    m, pivot, _ = softmax.rescale(jnp.full_like(s[0], -jnp.inf), s.max(0))
-    weight = softmax.probs(s, pivot, lambda row: row)
-    return softmax.finish(m, weight.sum(0), (weight[..., None] * out).sum(0))
+    """The results over all keys from those of each part, `[parts, ...]`.
+
+    In natural units, whose differences alone are brought to base 2: of a product and a difference XLA may make one operation, which gives
+    NaN at an lse of 1e10.
+    """
+    m = lse.max(0)
+    weight = softmax.probs(lse, softmax.pivot(m), lambda row: row, LOG2E)
+    return softmax.finish(base_2(m), weight.sum(0), (weight[..., None] * out).sum(0))
 
 
 def _inputs(problem: Problem, config: Config, operands: Operands, parts: int) -> tuple[Inputs, Masked]:
