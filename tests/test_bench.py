@@ -248,6 +248,13 @@ def test_a_report_without_peers_claims_nothing():
 MINE = ["mine", "--shape", "1,128,128,2,2,16", "--dtype", "float32", "--is-causal", "--seconds", "0.1"]
 
 
+def test_a_side_that_was_asked_for_and_is_not_here_is_no_success(capsys):
+    assert main([*MINE, "--sides", "flash_jax", "jax.nn:cudnn"]) == 1
+    said = capsys.readouterr()
+    assert "jax.nn:cudnn: refused in every row; the table says why\n" in said.err
+    assert "Nothing was compared: no peer has a time." in said.out
+
+
 def test_command_writes_its_report(tmp_path, capsys):
     out = tmp_path / "mine.json"
     assert main([*MINE, "--out", str(out.with_suffix(""))]) == 0, ".json is added"

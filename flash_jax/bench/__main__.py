@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("new", type=pathlib.Path)
     mine = commands.add_parser("mine", help="a problem of your own")
     mine.add_argument("--shape", required=True, type=shape, help="batch,q_len,kv_len,num_heads,num_kv_heads,head_dim")
-    mine.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    mine.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="%(default)s by default")
     mine.add_argument("--is-causal", action="store_true")
     mine.add_argument("--window", nargs=2, type=_number(int, "an integer from 0 up", lambda n: n >= 0), metavar=("LEFT", "RIGHT"))
     mine.add_argument("--segments", type=_number(int, "an integer from 1 up", lambda n: n >= 1), help="that many sequences packed into one")
@@ -50,8 +50,12 @@ def parser() -> argparse.ArgumentParser:
             "--sides", nargs="+", choices=tuple(SIDES), help="implementations; ours and every peer that is here by default"
         )
         seconds = _number(float, "above 0 and finite", lambda x: 0 < x < math.inf)
-        command.add_argument("--seconds", type=seconds, default=6, help="about how long to time each row")
-        command.add_argument("--out", type=results_file, help="results file to write, .json; .md and .png of the same name go beside it")
+        command.add_argument("--seconds", type=seconds, default=6, help="about how long to time each row, %(default)s by default")
+        command.add_argument(
+            "--out",
+            type=results_file,
+            help="results file to write, .json; .md and .png of the same name go beside it. Without it nothing is kept",
+        )
     return result
 
 
@@ -145,7 +149,7 @@ def _collected(records: Iterator[dict], chosen: list[Row], o, began: float) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if one of our own results was refused, or a row has none."""
+    """Run the command; 1 if one of our own results was refused, a row has none, or a side that was asked for has none in any row."""
     began = time.monotonic()
     options = parser()
     o = options.parse_args(arguments)
@@ -180,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.plot(results, o.out.with_suffix(".png"))
     refused = refusals(results)
     sys.stderr.write("".join(f"refused: {sentence}\n" for sentence in refused))
-    return int(bool(refused or missing))
+    absent = [side for side in o.sides or () if all("refused" in record["sides"].get(side, ["refused"]) for record in results["rows"])]
+    sys.stderr.write("".join(f"{side}: refused in every row; the table says why\n" for side in absent))
+    return int(bool(refused or missing or absent))
 
 
 if __name__ == "__main__":
