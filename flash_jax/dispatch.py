@@ -42,7 +42,7 @@ def named_device(kind: str) -> Device:
     """The hardware of that name, whether or not it is there."""
     if not isinstance(kind, str) or not kind:
         raise TypeError(f"device must be the name of some hardware, such as 'NVIDIA H200', 'TPU v6e' or 'cpu', got {kind!r}.")
-    if kind != "cpu" and kind == kind.lower() and not kind.startswith("gfx"):
+    if kind != "cpu" and kind == kind.lower() and not kind.startswith("gfx"):  # AMD's
         raise ValueError(f"device must be spelled as JAX does, such as 'NVIDIA H200', 'TPU v6e' or 'cpu', got {kind!r}.")
     return Device("cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu", kind)
 

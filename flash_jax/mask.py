@@ -126,13 +126,10 @@ class Mask:
     def __bool__(self) -> bool:
         raise TypeError("a Mask is neither true nor false, and `and`, `or`, `not` would drop rules silently. Join rules with &.")
 
-    def __or__(self, other) -> "Mask":
+    def _refuse(self, *_) -> "Mask":
         raise TypeError("Masks are joined with & only. A union or a complement is written as Mask.from_function or Mask.from_blocks.")
 
-    __ror__ = __or__
-
-    def __invert__(self) -> "Mask":
-        return self | self
+    __or__ = __ror__ = __invert__ = _refuse
 
     @property
     def counts_positions(self) -> bool:

@@ -9,7 +9,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
-from flash_jax.backends.hopper.pipeline import WGMMA, constant, swizzle_transforms
+from flash_jax.backends.hopper.pipeline import WGMMA, constant, swizzle_transforms, words_of
 
 _WARPS = 4  # of a warpgroup
 MARKS = 4 * _WARPS  # words of a warpgroup
@@ -24,10 +24,7 @@ def mark_columns(p, marks) -> None:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def mark(_, p, marks):
-        i32 = ir.IntegerType.get_signless(32)
-        whole = ir.VectorType.get((1,), i32)
-        at = ir.DenseI64ArrayAttr.get([0])
-        words = [vector.extract(vector.bitcast(whole, r), dynamic_position=[], static_position=at) for r in p.registers.flat]
+        words = words_of(p)
         bits = constant(0)
         for group in range(len(words) // 2):
             both_rows = arith.ori(words[2 * group], words[2 * group + 1])

@@ -112,7 +112,7 @@ def out_and_lse(problem: Problem, config: Config, inputs: Inputs, masked: Masked
             def one(state):
                 visit, carry = state
                 pl.when(visit == 0)(await_all)
-                is_wanted = lax.cond(visit >= 0, lambda: flags.is_lost(visit), lambda: visit < 0)
+                is_wanted = lax.cond(visit >= 0, lambda: flags.is_lost(visit), lambda: visit < 0)  # which is true there
                 return visit + 1, lax.cond(is_wanted, lambda: do(visit, num_tiles, carry), lambda: carry)
 
             # Not `fori_loop`: Pallas counts that from 0, beside the index, and a register more is a spill at head_dim 256.

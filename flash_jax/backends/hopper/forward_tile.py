@@ -159,7 +159,7 @@ class Rows:
         self.scale = problem.scale if g.scale is None else g.scale[shared(g.scale, 0, tile.b)]
         cap = problem.logits_soft_cap
         # Not at head_dim 256: there products set the pace, and the polynomial spills (measured: docs/dev/experiments.md).
-        by_polynomial = cap is not None and cap <= soft_cap.LARGEST_OF_POLYNOMIAL and g.value.shape[-1] < 256
+        by_polynomial = cap is not None and cap <= soft_cap.LARGEST_CAP and g.value.shape[-1] < 256
         self._tanh = soft_cap.tanh_by_polynomial if by_polynomial else soft_cap.tanh_by_exponential
 
     def _rows(self):
@@ -344,9 +344,9 @@ class Rows:
     def is_lost(self, tile: Tile, m, l, out):
         """Rows that may have weights which their dtype cannot hold, of an out that `finish` gave, and those of them that have a sum: int32.
 
-        m: the pivot. Those which see a key and have no sum, or one too small or too large, or an m whose rounding an
-        exponential may not bear, and those whose out is not finite. A row that sees nothing is among the first where neither bounds nor its
-        only step tell.
+        Those which see a key and have no sum, or one too small or too large, or an m whose rounding an exponential may not bear, and those
+        whose out is not finite. A row that sees nothing is among the first where neither bounds nor its only step tell. tile: that of these
+        rows, as it was read last. m: the pivot.
         """
         total = l.sum(axis=1)
         fits = (total >= _LEAST_SUM[self.problem.dtype.name]) & (total < _LARGEST_SUM) & ((out * 0).sum(axis=1) == 0)

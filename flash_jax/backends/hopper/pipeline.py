@@ -134,6 +134,12 @@ def _named_barrier(operation: str, warpgroup) -> None:
     barrier(jnp.int32(_FIRST_NAMED_BARRIER) + warpgroup)
 
 
+def words_of(x) -> list[ir.Value]:
+    """A 16-bit tile of a kernel as int32, two columns each: for every eight columns the word of a row and that of the row 8 below."""
+    whole, at = ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), ir.DenseI64ArrayAttr.get([0])
+    return [vector.extract(vector.bitcast(whole, r), dynamic_position=[], static_position=at) for r in x.registers.flat]
+
+
 def store_tile(ref, x: jax.Array) -> None:
     """`ref[...] = x`, 16-bit `[64, n]`, n a multiple of 64, to memory swizzled by 128 bytes.
 
@@ -143,9 +149,7 @@ def store_tile(ref, x: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(x.dtype)), WGMMA))
     def store(_, ref, x):
-        i32 = ir.IntegerType.get_signless(32)
-        whole, at = ir.VectorType.get((1,), i32), ir.DenseI64ArrayAttr.get([0])
-        words = [vector.extract(vector.bitcast(whole, r), dynamic_position=[], static_position=at) for r in x.registers.flat]
+        i32, words = ir.IntegerType.get_signless(32), words_of(x)
         groups = ir.MemRefType(ref.type).shape[1]  # of 64 columns; 1024 bytes each eight rows
         bits = lambda word, mask: arith.andi(word, constant(mask))
         times = lambda word, n: arith.muli(word, constant(n))
